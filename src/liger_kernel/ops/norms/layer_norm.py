@@ -27,6 +27,7 @@ from liger_kernel.ops.norms.rms_kernels import (
     from_the_end,
     load_parts,
     padded,
+    sum_of,
 )
 
 
@@ -83,9 +84,9 @@ def _fwd(
         n = tl.maximum(tl.minimum(N - tl.arange(0, SPLITS) * BLOCK_N, BLOCK_N), 0).to(tl.float32)[None, :]
         means = load_parts(parts_ptr, 2 * row, 2 * M, splits, SPLITS)
         squares = load_parts(parts_ptr, 2 * row + 1, 2 * M, splits, SPLITS)
-        mean = tl.sum(means * n, axis=1) / N
+        mean = sum_of(means * n) / N
         delta = means - mean[:, None]
-        rstd = tl.rsqrt(tl.sum(squares + delta * delta * n, axis=1) / N + tl.cast(eps, tl.float32))
+        rstd = tl.rsqrt(sum_of(squares + delta * delta * n) / N + tl.cast(eps, tl.float32))
         tl.store(mean_ptr + row, mean, mask=(row < M) & (part == 0))
         tl.store(rstd_ptr + row, rstd, mask=(row < M) & (part == 0))
         h = (x - mean[:, None]) * rstd[:, None]
@@ -146,7 +147,7 @@ def _bwd(
                     gx_sum = load_parts(parts_ptr, 2 * row + 1, 2 * M, splits, SPLITS)
                 else:
                     g_sum, gx_sum = g, g * x_hat
-                g_mean, gx_mean = tl.sum(g_sum, axis=1) / N, tl.sum(gx_sum, axis=1) / N
+                g_mean, gx_mean = sum_of(g_sum) / N, sum_of(gx_sum) / N
                 dx = (g - g_mean[:, None] - x_hat * gx_mean[:, None]) * rstd
                 store_tile(dx_ptr, row, col, N, dx, mask)
     # a program's row of partial sums: dw, then db; one alone if the other is not needed

@@ -131,6 +131,15 @@ def load_parts(ptr, row, M, splits, SPLITS: tl.constexpr):
 
 
 @jit
+def sum_of(x):
+    """Over the columns of a tile, which may be one of parts."""
+    total = tl.sum(x, axis=1)
+    # Triton would spread the sum of parts over the whole tile of the row before it converts its
+    # layout: 256 KB through shared memory. Of a scalar it does not
+    return tl.zeros((1,), tl.float32) + tl.sum(total) if x.shape[0] == 1 else total
+
+
+@jit
 def _fwd_parts(
     x_ptr, r_ptr, s_ptr, parts_ptr, M, N, x_stride, r_stride, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -154,7 +163,7 @@ def _fwd(
     if r_ptr is not None:
         tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
     h = s.to(tl.float32)
-    square = tl.sum(load_parts(parts_ptr, row, M, splits, SPLITS) if SPLITS else h * h, axis=1)
+    square = sum_of(load_parts(parts_ptr, row, M, splits, SPLITS) if SPLITS else h * h)
     rstd = tl.rsqrt(square / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=(row < M) & (part == 0))
     h = scaled_rows(h, rstd, w_ptr, col, N, offset, s.dtype, CASTING)
@@ -202,7 +211,7 @@ def _bwd(
             dw += dy * s_hat
         if NEED_DX:
             g = dy * w[None, :] if w_ptr is not None else dy
-            mean = tl.sum(load_parts(parts_ptr, row, M, splits, SPLITS) if SPLITS else g * s_hat, axis=1) / N
+            mean = sum_of(load_parts(parts_ptr, row, M, splits, SPLITS) if SPLITS else g * s_hat) / N
             dx = (g - s_hat * mean[:, None]) * rstd
             # the gradient that reaches s by the residual: added here, it needs no pass of its own
             if ds_ptr is not None:

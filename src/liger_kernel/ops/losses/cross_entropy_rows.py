@@ -126,7 +126,7 @@ def transformed_logits(z_ptr, bias_ptr, at, mask, scale, cap, EVICT: tl.constexp
         z *= tl.cast(scale, tl.float32)
     t = z
     if cap is not None:
-        t = tanh(z / tl.cast(cap, tl.float32))
+        t = tanh(z * tl.div_rn(tl.cast(1.0, tl.float32), tl.cast(cap, tl.float32)))
         z = t * tl.cast(cap, tl.float32)
     return z, t
 
@@ -147,19 +147,16 @@ def _weight(w_ptr, col, mask):
 def _sums(
     z_ptr, bias_ptr, w_ptr, V, shift, scale, cap, lane,
     SMOOTH: tl.constexpr, STATS: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr, EVICT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A row's sums over classes of e = exp(z - shift), e (z - shift), w z and z, and the class
     of the largest z; what no flag asks for is 0."""
     PRECISE: tl.constexpr = z_ptr.dtype.element_ty == tl.float32
-    total = tl.zeros((BLOCK,), tl.float32)
+    zero = tl.zeros((BLOCK,), tl.float32)
     # lanes of their own: a reduction for each block would cost a barrier of all warps
-    weighted = tl.zeros((BLOCK,), tl.float32)
-    wz = tl.zeros((BLOCK,), tl.float32)
-    zs = tl.zeros((BLOCK,), tl.float32)
-    top = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total, weighted, wz, zs, top = zero, zero, zero, zero, zero - float("inf")
     at = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, V, BLOCK):
+    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         col = start + lane
         mask = col < V
         z, _ = transformed_logits(z_ptr, bias_ptr, col, mask, scale, cap, EVICT)
@@ -179,7 +176,7 @@ def _sums(
             weighted += e * tl.maximum(z - shift, -3e38)
     none = tl.cast(0.0, tl.float32)
     # as torch.argmax has it: the first class among equals
-    best = tl.min(tl.where(top == tl.max(top, axis=0), at, V), axis=0) if STATS else tl.cast(0, tl.int32)
+    best = tl.min(tl.where(top == tl.max(top), at, V), axis=0) if STATS else tl.cast(0, tl.int32)
     return (
         tl.sum(total, axis=0),
         tl.sum(weighted, axis=0) if ENTROPY else none,
@@ -194,7 +191,7 @@ def _rows(
     z_ptr, target_ptr, dz_ptr, w_ptr, w_sum_ptr, bias_ptr, norm_ptr, g_ptr, g_entropy_ptr, lse_in_ptr, entropy_in_ptr,
     loss_ptr, z_loss_ptr, lse_ptr, predicted_ptr, entropy_ptr, mean_ptr,
     V, z_stride, dz_stride, target_stride, g_stride, g_entropy_stride, ignore_index, splits,
-    label_smoothing, z_loss, logit_scale, softcap, DFT: tl.constexpr, BLOCK: tl.constexpr,
+    label_smoothing, z_loss, logit_scale, softcap, DFT: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row a program: a sweep for lse and loss (unless lse is given), and one that writes dz,
     where z is or elsewhere. With lse, ``splits`` programs share a row's blocks.
@@ -261,8 +258,9 @@ def _rows(
             MEAN: tl.constexpr = mean_ptr is not None
             ENTROPY: tl.constexpr = entropy_ptr is not None
             row_total, weighted, wz_sum, z_sum, best = _sums(
-                z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, softcap, lane, SMOOTH, STATS, MEAN, ENTROPY, EVICT, BLOCK
-            )
+                z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, softcap, lane, SMOOTH, STATS, MEAN, ENTROPY, EVICT,
+                STAGES, BLOCK,
+            )  # fmt: skip
             far = (row_total == float("inf")) | (row_total < 1e-30)
             # a difference of sums loses what they have in common: of e^87 and 87 e^87, everything
             if entropy_ptr is not None:
@@ -275,21 +273,9 @@ def _rows(
                     top = tl.maximum(top, tl.where(col < V, z, -float("inf")))
                 lse = _finite(tl.max(top, axis=0))
                 row_total, weighted, wz_sum, z_sum, best = _sums(
-                    z_ptr,
-                    bias_ptr,
-                    w_ptr,
-                    V,
-                    lse,
-                    logit_scale,
-                    softcap,
-                    lane,
-                    SMOOTH,
-                    STATS,
-                    MEAN,
-                    ENTROPY,
-                    EVICT,
-                    BLOCK,
-                )
+                    z_ptr, bias_ptr, w_ptr, V, lse, logit_scale, softcap, lane, SMOOTH, STATS, MEAN, ENTROPY, EVICT,
+                    STAGES, BLOCK,
+                )  # fmt: skip
             low = log(row_total)
             if entropy_ptr is not None:
                 entropy = low - weighted / row_total
@@ -307,7 +293,7 @@ def _rows(
             smooth = tl.cast(label_smoothing, tl.float32) / V
         factor = tl.where(inside, 1.0, float("nan"))
         if DFT:
-            factor *= tl.exp((z_y - lse) - low)
+            factor *= exp_of((z_y - lse) - low, PRECISE)
         if loss_ptr is not None:
             nll = (lse - z_y) + low
             loss = on * tl.where(nll < 0.0, 0.0, nll)  # a probability above 1 is rounding
@@ -336,7 +322,7 @@ def _rows(
             spread = factor * (on + 2.0 * z_loss * (lse + low))
             if SMOOTH:
                 spread += factor * smooth * w_sum
-            for i in range(part, blocks, splits):
+            for i in tl.range(part, blocks, splits, num_stages=STAGES):
                 col = (blocks - 1 - i) * BLOCK + lane
                 mask = col < V
                 z, t = transformed_logits(z_ptr, bias_ptr, col, mask, logit_scale, softcap, "evict_first")
@@ -433,15 +419,17 @@ def row_kernel(
     # the kernel has no strides for vectors of V
     class_weight, bias = (None if t is None else t.contiguous() for t in (class_weight, bias))
     weight_sum = None if class_weight is None else class_weight.float().sum()
-    # More terms take registers. H200, 8192 x 128256 bf16: losses alone 486 us with 8 warps, 810 with
-    # 32; both sweeps, out of place, 1318 with 32, 1431 to 1493 with 8 or 16 and pipelined loads (two
-    # passes at copy speed: 987); the gradient from lse 1001 by blocks, 1059 by rows
     more = loss.softcap is not None or loss.label_smoothing or loss.stats or loss.entropy or loss.mean
-    most = 4096 if more or z.itemsize == 4 else 8192
-    name, per_thread = "cross_entropy", 8
-    if dz is None or lse is not None:
-        name, per_thread = "cross_entropy_losses" if dz is None else "cross_entropy_gradients", 32
-    c = launch_config.tile(name, V, z.itemsize, elements=1, max_block_n=most, per_thread=per_thread)
+    fit = 2048 if more or z.itemsize == 4 else 4096  # more terms take registers
+    # H200, 8192 x 128256 bf16. Losses alone: 479 us with 4 warps and loads ahead of their use, 562
+    # without, 810 with 32 warps. Gradient from lse: 1027 by blocks, 1059 by rows. Both sweeps: 1362
+    # (two passes at copy speed: 987)
+    name, sizes = "cross_entropy_gradients", dict(max_block_n=4096, per_thread=32)
+    if dz is None:
+        name, sizes = "cross_entropy_losses", dict(max_block_n=fit, per_thread=32, pipelined=3)
+    elif lse is None:
+        name, sizes = "cross_entropy", dict(max_block_n=2 * fit, per_thread=8)
+    c = launch_config.tile(name, V, z.itemsize, elements=1, **sizes)
     # with token scaling every program needs the target's logit, which the gradient may replace
     splits = 1 if lse is None or loss.token_scaling else cdiv(V, c.block_n)
     stride = lambda t: 0 if t is None else t.stride(0)
@@ -453,8 +441,9 @@ def row_kernel(
         results = [*of_all, *(t if t.numel() else None for t in (out.predicted, out.entropy, out.mean))]
     strides = z.stride(0), stride(dz), target.stride(0), stride(g), stride(g_entropy)
     scale = None if loss.logit_scale == 1.0 else loss.logit_scale
+    how = dict(DFT=loss.token_scaling, STAGES=c.stages) | c.row
     numbers = loss.ignore_index, splits, loss.label_smoothing or None, loss.z_loss, scale, loss.softcap
-    launch(_rows, (M * splits,), z, *tensors, *results, V, *strides, *numbers, DFT=loss.token_scaling, **c.row)
+    launch(_rows, (M * splits,), z, *tensors, *results, V, *strides, *numbers, **how)
     return None
 
 

@@ -24,7 +24,7 @@ import transformers
 from fp8_checkpoints import publish, stays_in_fp8
 from hf_models import served_by_kernels_or_references
 from packed_checkpoints import publish_as, publish_mxfp4
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_runs import STEPS, refused, write_jsonl
 
 from liger_kernel import cli
@@ -270,6 +270,10 @@ def test_a_merge_into_the_storage_of_the_base(kind, here, tmp_path, capsys):
         shutil.copy(file, tmp_path)
     twin = adapted(made, tmp_path)
     argv = ["merge", str(tmp_path / "tuned"), "--out", str(tmp_path / "new"), "--to", "base"]
+    whole = load_file(file := tmp_path / "tuned" / "adapter_model.safetensors")
+    save_file(whole | {next(iter(whole)): torch.full_like(next(iter(whole.values())), float("nan"))}, file)
+    assert cli.main(argv) == 2 and "has an adapter with numbers that are not finite" in capsys.readouterr().err
+    save_file(whole, file)
     assert cli.main(argv) == 0
     said = capsys.readouterr().out
     assert "largest difference of logits by the merge: 0 (0.0%, root mean" in said and "the numbers of" in said

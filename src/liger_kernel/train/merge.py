@@ -158,6 +158,9 @@ def round_sums(model: Any, files: Any) -> None:
             found = found.adapters if whole else Fallback("a magnitude (DoRA) or a bias of an adapter")
         if isinstance(found, Fallback):
             raise UserError(f"{name} cannot be merged into the storage of its base: {found}")
+        # a NaN would be rounded to a number
+        if not all(bool(t.isfinite().all()) for adapter in found for t in (adapter.a, adapter.b)):
+            raise UserError(f"{name} has an adapter with numbers that are not finite")
         key = files.key_of(f"{name}.{m.parameter_name}" if of_experts else name)
         with torch.no_grad():
             new = merged(files.weight(key), found)

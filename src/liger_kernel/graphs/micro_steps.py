@@ -429,7 +429,8 @@ class Graphs:
             self._kinds[of] = f"it cannot be recorded: {why}"
             return self._kinds[of]
         self.steps[key] = step
-        self._uncounted |= batch.counts is None and any(name in batch.tensors for name in LABELS)
+        of_tokens = batch.shapes["input_ids"] in map(batch.shapes.get, LABELS)
+        self._uncounted |= batch.counts is None and of_tokens
         if len(self.steps) > MOST:
             self.steps.popitem(last=False)
         return step, batch

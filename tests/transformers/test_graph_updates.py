@@ -2,6 +2,8 @@
 CPU a replay calls the optimizer again."""
 
 import copy
+import inspect
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -38,7 +40,7 @@ def made(kind=torch.optim.AdamW, **options):
 def steps(model, optimizer, numbers, act=lambda i: None):
     for i in numbers:
         torch.manual_seed(i)
-        for p in model.parameters():
+        for p in [p for p in model.parameters() if p.grad is not None]:
             p.grad.copy_(torch.randn(p.shape, dtype=p.dtype))
         act(i)
         optimizer.step()
@@ -129,13 +131,15 @@ def test_what_is_called_before_is_recorded_and_its_result_returned():
 def test_versions_say_that_weights_have_changed():
     model, optimizer = made()
     graphs.wrap(optimizer)
+    model[0].bias.grad = None
     steps(model, optimizer, range(3))
     updated = vars(optimizer)[micro_steps.KEY]
     (place,) = updated.steps
     updated.steps[place] = lambda: None, [None]  # as a graph, which no counter sees
     before = [p._version for p in model.parameters()]
     optimizer.step()
-    assert all(p._version > n for p, n in zip(model.parameters(), before, strict=True))
+    changed = [p._version > n for p, n in zip(model.parameters(), before, strict=True)]
+    assert changed == [True, False, True, True]
 
 
 def test_steps_that_cannot_be_replayed(monkeypatch):
@@ -169,6 +173,66 @@ def test_steps_that_cannot_be_replayed(monkeypatch):
     graphs.forget(other[1])
     steps(*other, range(2))
     assert "CUDA graphs need all of its tensors whole on one GPU" in graphs.report(other[1])
+
+
+def test_a_state_of_another_kind_of_step():
+    ours, want, other = made(), made(), made(fused=False, foreach=True)
+    graphs.wrap(ours[1])
+    steps(*other, [0])
+    for model, optimizer in (ours, want):
+        steps(model, optimizer, range(3))
+        optimizer.load_state_dict(copy.deepcopy(other[1].state_dict()))
+        steps(model, optimizer, range(3, 6))
+    assert_same(ours, want)
+    assert "3 as it was: it is neither fused nor capturable" in graphs.report(ours[1])
+
+
+def test_recordings_know_all_that_they_read():
+    model, optimizer = made(weight_decay=0.3)
+    graphs.wrap(optimizer)
+    for _ in range(64):
+        optimizer.add_param_group({"params": []})
+    first, second, *_ = optimizer.param_groups
+    steps(model, optimizer, range(3))
+    second["params"].insert(0, first["params"].pop())  # gets another learning rate
+    steps(model, optimizer, range(3))
+    assert replays(optimizer) == 3 and len(vars(optimizer)[micro_steps.KEY].steps) == 2
+    optimizer.grad_scale = torch.tensor(2.0, device=DEVICE)
+    steps(model, optimizer, range(2))
+    optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(0.0, device=DEVICE)
+    steps(model, optimizer, range(2))
+    assert len(vars(optimizer)[micro_steps.KEY].steps) == 4
+
+
+def test_a_rate_that_was_a_tensor():
+    ours, want = made(), made()
+    graphs.wrap(ours[1])
+    for model, optimizer in (ours, want):
+        rate = torch.tensor(0.25, device=DEVICE)
+        optimizer.param_groups[0]["lr"] = rate
+        steps(model, optimizer, range(3))
+        optimizer.param_groups[0]["lr"] = float(rate.fill_(0.5))
+        steps(model, optimizer, range(3))
+    assert_same(ours, want)
+
+
+def test_an_optimizer_that_is_gone_leaves_nothing():
+    _, optimizer = made()
+    gone = weakref.ref(graphs.wrap(optimizer))
+    assert list(inspect.signature(optimizer.step).parameters) == ["closure"]
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    del optimizer
+    assert gone() is None
+    empty = graphs.wrap(torch.optim.AdamW([{"params": []}], fused=True))
+    empty.step()
+    assert "whole on one GPU" in graphs.report(empty)
+
+
+def test_numbers_that_change_in_each_step_are_named():
+    model, optimizer = made()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(graphs.wrap(optimizer), 0.01, total_steps=20)
+    steps(model, optimizer, range(12), lambda i: i and schedule.step())
+    assert "0 replayed" in graphs.report(optimizer) and "or numbers of its groups change" in graphs.report(optimizer)
 
 
 def test_places_that_seldom_come_again_are_recorded_a_few_times_only():

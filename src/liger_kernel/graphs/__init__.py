@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from typing import Any, TypeVar
 
 from torch import nn, optim
 
 from liger_kernel.graphs.micro_steps import KEY, MARK, lenders, recorded
-from liger_kernel.graphs.updates import Updates
+from liger_kernel.graphs.updates import Updates, counts_on_gpu
 
 __all__ = ["forget", "lend_gradients", "report", "wrap"]
 
@@ -45,8 +46,7 @@ def wrap(model: Wrapped) -> Wrapped:
 
 
 def _wrap_optimizer(optimizer: optim.Optimizer) -> None:
-    on_gpu = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    if type(optimizer) not in (optim.Adam, optim.AdamW) or not on_gpu:
+    if type(optimizer) not in (optim.Adam, optim.AdamW) or not counts_on_gpu(optimizer):
         kind = type(optimizer).__name__
         raise ValueError(
             f"graphs.wrap: optimizer must be PyTorch's Adam or AdamW with fused=True or capturable=True, got {kind}"
@@ -54,8 +54,9 @@ def _wrap_optimizer(optimizer: optim.Optimizer) -> None:
     if KEY not in vars(optimizer):
         vars(optimizer)[KEY] = Updates(optimizer)
         # a method with the marks of the old one: schedulers of the learning rate wrap it, and look for them
-        step: Any = functools.wraps(optimizer.step)(lambda self, closure=None: vars(self)[KEY](closure))
-        vars(optimizer)["step"] = types.MethodType(step, optimizer)
+        marked: Any = functools.wraps(getattr(optimizer.step, "__func__", optimizer.step))
+        step = marked(lambda self, closure=None: vars(self)[KEY](closure))
+        vars(optimizer)["step"] = types.MethodType(step, weakref.proxy(optimizer))
 
 
 def lend_gradients(model: nn.Module) -> None:

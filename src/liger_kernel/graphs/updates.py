@@ -8,6 +8,7 @@ copied to fixed places; all else that parameter groups say is a part of the reco
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,12 +28,22 @@ SCALER = ("grad_scale", "found_inf")  # what a GradScaler tells an optimizer
 Numbers = list[tuple[Any, Any, Any]]  # a key, the dictionary of the optimizer that has the number, its name there
 
 
+def counts_on_gpu(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it counts its steps on the GPU, and reads learning rates there."""
+    return all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
 class Updates:
     """The recorded steps of ``optimizer``. ``before`` is called and recorded before each of them, as to
     clip the gradients, and a step returns what it returned, a tensor."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], Tensor] | None = None):
-        self.optimizer, self._step, self._before = optimizer, optimizer.step, before
+        # weak, as schedulers hold it: otherwise it and its moments would stay until Python looks for cycles
+        self.optimizer: Any = weakref.proxy(optimizer)
+        step, of = optimizer.step, weakref.ref(optimizer)
+        own: Any = getattr(step, "__func__", None)  # a scheduler's function knows its optimizer
+        self._step: Any = step if own is None else lambda *closure: own(of(), *closure)
+        self._before = before
         self.replays, self.reasons, self._made = 0, Counter[str](), 0
         self.forget()
 
@@ -47,7 +58,7 @@ class Updates:
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         if why := self._unfit(closure):
             self.reasons[why] += 1
-            return self._run(closure) if self._before is None else self._run()
+            return self._run(closure)
         numbers = self._numbers()
         self._tell(numbers)
         key = self._key(numbers)
@@ -59,15 +70,15 @@ class Updates:
         replay()
         self.replays += 1
         # what others keep of weights is out of date, as casts to FP8
-        torch.autograd.graph.increment_version(self._params())
-        return out[0].clone() if isinstance(out[0], Tensor) else out[0]
+        torch.autograd.graph.increment_version([p for p in self._params() if p.grad is not None])
+        return None if out[0] is None else out[0].clone()
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _run(self, *closure: Any) -> Any:
+    def _run(self, closure: Any = None) -> Any:
         if self._before is None:
-            return self._step(*closure)
+            return self._step(closure)
         out = self._before()
         self._step()
         return out
@@ -78,8 +89,10 @@ class Updates:
             return "step has a closure"
         if _private.observes_steps(self.optimizer):
             return "hooks see its steps"
+        if not counts_on_gpu(self.optimizer):
+            return "it is neither fused nor capturable, as a state says that was loaded"
         if self._recorder is None and not self._refused:
-            device, *others = {p.device if type(p) in PLAIN else None for p in self._params()}
+            device, *others = {p.device if type(p) in PLAIN else None for p in self._params()} or {None}
             self._recorder = None if others or device is None else recorder_of(device)
             self._refused = "" if self._recorder else "CUDA graphs need all of its tensors whole on one GPU"
         return self._refused
@@ -102,21 +115,20 @@ class Updates:
                 place.copy_(value.reshape(()), non_blocking=True)
             elif value != last:
                 place.fill_(value)
-            self._places[key] = place, value
+            self._places[key] = place, None if isinstance(value, Tensor) else value
 
     @contextlib.contextmanager
     def _fixed(self, numbers: Numbers, recording: bool = False) -> Iterator[None]:
         """Meanwhile the optimizer reads ``numbers`` at their places."""
-        changed: list[tuple[Any, str, Any]] = [(owner, name, self._places[key][0]) for key, owner, name in numbers]
+        changed: list[Any] = [(owner, name, owner[name], self._places[key][0]) for key, owner, name in numbers]
         if recording:  # a fused step computes the same
-            changed += [(group, "capturable", True) for group in self.optimizer.param_groups]
-        before = [(owner, name, owner[name]) for owner, name, _ in changed]
+            changed += [(group, "capturable", group["capturable"], True) for group in self.optimizer.param_groups]
         try:
-            for owner, name, value in changed:
+            for owner, name, _, value in changed:
                 owner[name] = value
             yield
         finally:
-            for owner, name, value in before:
+            for owner, name, value, _ in changed:
                 owner[name] = value
 
     def _key(self, numbers: Numbers) -> Any:
@@ -131,23 +143,24 @@ class Updates:
         tensors = [*params, *[p.grad for p in updated], *[t for state in states for t in state.values()]]
         if not {type(t) for t in tensors} <= PLAIN or len({t.device for t in tensors}) > 1:
             self._refused = "its tensors are sharded, or on several devices"
-        said = [[group[name] for name in optimizer.defaults if name != "lr"] for group in groups]
-        if not is_plain(said):
+        said = [[len(g["params"]), *[g[name] for name in optimizer.defaults if name != "lr"]] for g in groups]
+        if not all(map(is_plain, said)):
             self._refused = "a number of its groups, beside the learning rate, is a tensor"
         if self._refused:
             return None
         places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors]
-        return repr(said), len(numbers), tuple([p.grad is None for p in params]), tuple(places)
+        return repr(said), tuple([n for n, *_ in numbers]), tuple([p.grad is None for p in params]), tuple(places)
 
     def _recorded(self, key: Any, numbers: Numbers) -> Any:
         """A recording, at the second time that all lies where it does; None if the step has to run."""
-        if key not in self._asked:
+        if new := key not in self._asked:
             self._asked[key] = None
             if len(self._asked) > 4 * MOST:
                 self._asked.popitem(last=False)
-            return None
-        if self._made >= TRIED and self.replays < PAYS * self._made:
-            self.reasons["its gradients seldom lie where they did"] += 1
+        seldom = len(self._asked) > TRIED if new else self._made >= TRIED and self.replays < PAYS * self._made
+        if seldom:
+            self.reasons["its gradients seldom lie where they did, or numbers of its groups change"] += 1
+        if new or seldom:
             return None
         assert self._recorder is not None
         out: list[Any] = []

@@ -1,5 +1,5 @@
 """Steps of optimizers that are replayed: the same weights and moments as those of steps that run. On a
-CPU a replay calls the optimizer again."""
+CPU a replay calls PyTorch's operators again, on the tensors and numbers of the recording, as a CUDA graph."""
 
 import copy
 import inspect
@@ -11,15 +11,46 @@ import torch
 from hf_models import DEVICE
 from small_runs import small_run
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from liger_kernel import graphs
 from liger_kernel.graphs import micro_steps, updates
 from liger_kernel.graphs.recorder import Repeated
 
 
+class Operators(TorchDispatchMode):
+    """Notes those that are called, and what they write over."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.before = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits"
+        given = dict(zip([a.name for a in func._schema.arguments], args)) | (kwargs or {})
+        written = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        self.before += [(t, t.clone()) for t in tree_leaves(written) if isinstance(t, torch.Tensor)]
+        self.calls.append((func, args, kwargs or {}, out := func(*args, **kwargs or {})))
+        return out
+
+
 class Again(Repeated):
+    @torch.no_grad()
     def record(self, run):
-        return run
+        with Operators() as noted:
+            run()
+        for t, before in reversed(noted.before):
+            t.copy_(before)
+
+        @torch.no_grad()
+        def replay():
+            for func, args, kwargs, out in noted.calls:
+                for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                    if isinstance(old, torch.Tensor):
+                        old.copy_(new)
+
+        return replay
 
 
 @pytest.fixture(autouse=True)
@@ -188,20 +219,21 @@ def test_a_state_of_another_kind_of_step():
 
 
 def test_recordings_know_all_that_they_read():
-    model, optimizer = made(weight_decay=0.3)
-    graphs.wrap(optimizer)
-    for _ in range(64):
-        optimizer.add_param_group({"params": []})
-    first, second, *_ = optimizer.param_groups
-    steps(model, optimizer, range(3))
-    second["params"].insert(0, first["params"].pop())  # gets another learning rate
-    steps(model, optimizer, range(3))
-    assert replays(optimizer) == 3 and len(vars(optimizer)[micro_steps.KEY].steps) == 2
-    optimizer.grad_scale = torch.tensor(2.0, device=DEVICE)
-    steps(model, optimizer, range(2))
-    optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(0.0, device=DEVICE)
-    steps(model, optimizer, range(2))
-    assert len(vars(optimizer)[micro_steps.KEY].steps) == 4
+    ours, want = made(weight_decay=0.3), made(weight_decay=0.3)
+    graphs.wrap(ours[1])
+    for model, optimizer in (ours, want):
+        for _ in range(64):
+            optimizer.add_param_group({"params": []})
+        steps(model, optimizer, range(3))
+        first, second, *_ = optimizer.param_groups
+        second["params"].insert(0, first["params"].pop())  # gets another learning rate
+        steps(model, optimizer, range(3))
+        optimizer.grad_scale = torch.tensor(2.0, device=DEVICE)
+        steps(model, optimizer, range(3))
+        optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(0.0, device=DEVICE)
+        steps(model, optimizer, range(3))
+    assert_same(ours, want)
+    assert replays(ours[1]) == 7
 
 
 def test_a_rate_that_was_a_tensor():
@@ -249,20 +281,25 @@ def test_places_that_seldom_come_again_are_recorded_a_few_times_only():
 
 
 def test_runs_of_liger_train_replay_clipping_and_the_step(tmp_path, models_by_references, monkeypatch):
-    from liger_kernel.parallel import Parallel
     from liger_kernel.train import loop
 
-    seen, clip = [], Parallel.clip_grad_norm_
-    poisoned = lambda self, norm: clip(self, norm) * (float("nan") if len(seen) % 6 == 4 else 1)
-    monkeypatch.setattr(Parallel, "clip_grad_norm_", lambda self, norm: seen.append(1) or poisoned(self, norm))
+    own, places = loop._Run._gradients, {}
+
+    def gradients(self, *given):
+        loss = own(self, *given)
+        for p in self.model.parameters():  # lent ones lie in one place
+            p.grad = places.setdefault(p, torch.empty_like(p.grad)).copy_(p.grad)
+        if self.step == 3:
+            p.grad.fill_(float("nan"))
+        return loss
+
+    monkeypatch.setattr(loop._Run, "_gradients", gradients)
     monkeypatch.setattr(updates, "recorder_of", lambda device: Again())
-    # as if gradients lay in one place
-    monkeypatch.setattr(updates.Updates, "_key", lambda self, numbers: (1,) if self.optimizer.state else None)
     monkeypatch.setattr(loop, "note", (said := []).append)
     records = [{"text": f"def add(a, b): return a + b + {i} " * 30} for i in range(20)]
     config = small_run(tmp_path, records, steps=6, lr=0.1, grad_clip=0.1, nonfinite="skip", warmup=3)
     want = loop.train(config)
     found = loop.train(replace(config, graphs=True, out=f"{config.out}-2"))
-    assert len(seen) == 12 and found["nonfinite_steps"] == want["nonfinite_steps"] == 1
+    assert found["nonfinite_steps"] == want["nonfinite_steps"] == 1
     assert found["losses"] == pytest.approx(want["losses"], rel=1e-5) and want["losses"][-1] < want["losses"][0]
     assert any("1 optimizer steps recorded, 4 replayed" in text for text in said)

@@ -278,6 +278,9 @@ def test_places_that_seldom_come_again_are_recorded_a_few_times_only():
         steps(model, optimizer, range(2))
     assert len(vars(optimizer)[micro_steps.KEY].steps) == updates.TRIED
     assert "its gradients seldom lie where they did" in graphs.report(optimizer)
+    graphs.forget(optimizer)
+    steps(model, optimizer, range(3))
+    assert len(vars(optimizer)[micro_steps.KEY].steps) == 1
 
 
 def test_runs_of_liger_train_replay_clipping_and_the_step(tmp_path, models_by_references, monkeypatch):

@@ -44,14 +44,14 @@ class Updates:
         own: Any = getattr(step, "__func__", None)  # a scheduler's function knows its optimizer
         self._step: Any = step if own is None else lambda *closure: own(of(), *closure)
         self._before = before
-        self.replays, self.reasons, self._made = 0, Counter[str](), 0
+        self.replays, self.reasons = 0, Counter[str]()
         self.forget()
 
     def forget(self) -> None:
         self.steps = OrderedDict[Any, tuple[Callable[[], None], list[Any]]]()
         self._asked: OrderedDict[Any, None] = OrderedDict()
         self._recorder: CudaGraphs | Repeated | None = None
-        self._refused = ""
+        self._refused, self._made, self._earlier = "", 0, self.replays
         # by the number of a group, or the name of an attribute: what is there, and its last value
         self._places: dict[Any, tuple[Tensor, Any]] = {}
 
@@ -157,7 +157,8 @@ class Updates:
             self._asked[key] = None
             if len(self._asked) > 4 * MOST:
                 self._asked.popitem(last=False)
-        seldom = len(self._asked) > TRIED if new else self._made >= TRIED and self.replays < PAYS * self._made
+        replays = self.replays - self._earlier
+        seldom = len(self._asked) > TRIED if new else self._made >= TRIED and replays < PAYS * self._made
         if seldom:
             self.reasons["its gradients seldom lie where they did, or numbers of its groups change"] += 1
         if new or seldom:

@@ -123,7 +123,8 @@ def search(
                 except Exception as error:  # the tile does not fit this GPU
                     print(f"  does not run: {key} {candidate}: {' '.join(str(error).split())[:100]}")
         if best is not tile:
-            better[key] = best, before, best_ms
+            gain = round(tile.gain * before / best_ms, 2)
+            better[key] = dataclasses.replace(best, gain=gain), before, best_ms
             before = best_ms
     return better
 

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,13 +21,15 @@ TUNED = Path(__file__).parent / "tuned"
 @dataclass(frozen=True)
 class Tile:
     """A tile of ``block_m`` rows and ``block_n`` columns, its warps, and for persistent kernels
-    the programs per processor and pipeline depth."""
+    the programs per processor and pipeline depth. ``gain``: what the operator, forward and backward,
+    took with the heuristic's tile, as a multiple; a note that nothing reads."""
 
     block_m: int
     block_n: int
     num_warps: int
     per_sm: int = 1
     stages: int = 1
+    gain: float = field(default=1.0, compare=False)
 
     @functools.cached_property
     def tile(self) -> dict[str, int]:

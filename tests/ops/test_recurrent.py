@@ -224,6 +224,19 @@ def test_recomputed_states_change_no_bit(layer, args):
 
 
 @needs_kernels
+@pytest.mark.parametrize("bounds", [None, [0, 1, 1, 140, 165, 165]], ids=["row", "packed"])
+@pytest.mark.parametrize("args", [heads, kda_heads], ids=["delta", "kda"])
+def test_parts_of_a_row_change_no_bit(args, bounds, monkeypatch):
+    """Documents that end where a part ends or go on through several, with states at both ends."""
+    given, cu = args(length=165, dtype=torch.bfloat16), None if bounds is None else torch.tensor(bounds, device=DEVICE)
+    state = torch.randn(1 if bounds is None else 5, given["v"].shape[2], 16, 16, device=DEVICE, requires_grad=True)
+    given |= dict(initial_state=state, output_final_state=True, cu_seqlens=cu)
+    expected = run(rule, like(given))
+    monkeypatch.setattr(delta, "PART", 1)
+    assert_same_bits(run(lambda **a: rule(**a, recompute=True), like(given)), expected)
+
+
+@needs_kernels
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter loads blocks in both ways")
 def test_blocks_by_tma_change_no_bit(monkeypatch):
     args = heads(dtype=torch.bfloat16) | dict(cu_seqlens=torch.tensor([0, 1, 35, 37], device=DEVICE))

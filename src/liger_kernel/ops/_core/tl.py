@@ -28,7 +28,7 @@ except ImportError:  # macOS, Windows: references only; kernels are defined but 
 # if Triton knows that widths and strides are such multiples.
 VARYING = (
     *("M", "M0", "M1", "M2", "M3", "T", "L", "R", "P", "tokens", "n_tokens", "programs", "splits", "ignore_index"),
-    *("pos_batch", "label_stride"),
+    *("lower", "upper", "pos_batch", "label_stride"),
 )
 jit: Callable[..., Any] = functools.partial(triton.jit, do_not_specialize=VARYING)
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"

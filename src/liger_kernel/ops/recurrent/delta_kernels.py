@@ -301,34 +301,63 @@ def _prepare(
 
 
 @jit
-def _walk(documents_ptr, HV, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """What a program goes through, some values of one head of one document: its first token and
-    chunk, the token and the chunk behind its last, the head, the first value, and where the state
-    is."""
+def _walk(
+    documents_ptr, lower, upper, HV,
+    C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """What a program goes through, some values of one head of one document, as far as its chunks lie
+    between two: its first token and chunk, counted from ``lower``, the token behind the document and
+    the chunk behind the last, the head, the first value, and where states are, of documents and of
+    the head. Last: whether the document begins here, ends here, or goes on from before or behind."""
     slices: tl.constexpr = DV // BLOCK_V
     pid = tl.program_id(0)
     document, hv, v0 = pid // (HV * slices), pid // slices % HV, pid % slices * BLOCK_V
     at = documents_ptr + 2 * document
-    state = (document.to(tl.int64) * HV + hv) * (DK * DV)
-    state = state + tl.arange(0, BLOCK_K)[:, None] * DV + (v0 + tl.arange(0, BLOCK_V))[None, :]
-    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), hv, v0, state
+    begin, first, end, stop = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    # a document without tokens ends where it begins
+    behind = tl.maximum(stop, first + 1)
+    begins, ends = (first >= lower) & (first < upper), (behind > lower) & (behind <= upper)
+    where = begins, ends, (first < lower) & (behind > lower), (first < upper) & (behind > upper)
+    inside = tl.maximum(first, lower)
+    state = tl.arange(0, BLOCK_K)[:, None] * DV + (v0 + tl.arange(0, BLOCK_V))[None, :]
+    states = (document.to(tl.int64) * HV + hv) * (DK * DV) + state, hv * (DK * DV) + state
+    stop = tl.minimum(stop, upper)
+    return begin + (inside - first) * C, inside - lower, end, stop - lower, hv, v0, states, where
+
+
+@jit
+def _enter(document_ptr, carry_ptr, states, known, mine, goes_on, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """The state with which a walk begins: of the document, or of a walk that came before."""
+    S = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+    if document_ptr is not None:
+        S += tl.load(document_ptr + states[0], mask=known & mine, other=0.0).to(tl.float32)
+    if carry_ptr is not None:
+        S += tl.load(carry_ptr + states[1], mask=known & goes_on, other=0.0)
+    return S
+
+
+@jit
+def _leave(S, document_ptr, carry_ptr, states, known, mine, goes_on):
+    if document_ptr is not None:
+        tl.store(document_ptr + states[0], S.to(document_ptr.dtype.element_ty), mask=known & mine)
+    if carry_ptr is not None:
+        tl.store(carry_ptr + states[1], S, mask=known & goes_on)
 
 
 @jit
 def _states(
-    vec_ptr, last_ptr, k_ptr, v_ptr, Q_ptr, documents_ptr, h0_ptr, S_ptr, d_ptr, d_low_ptr, ht_ptr, sk, sv, HV,
+    vec_ptr, last_ptr, k_ptr, v_ptr, Q_ptr, documents_ptr, h0_ptr, S_ptr, d_ptr, d_low_ptr, ht_ptr, from_ptr, to_ptr,
+    sk, sv, lower, upper, HV,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some values of one head of one document, chunk after chunk."""
     DT: tl.constexpr = d_ptr.dtype.element_ty
-    begin, first, end, stop, hv, v0, state = _walk(documents_ptr, HV, DK, DV, BLOCK_K, BLOCK_V)
+    begin, first, end, stop, hv, v0, states, where = _walk(documents_ptr, lower, upper, HV, C, DK, DV, BLOCK_K, BLOCK_V)
     i = tl.arange(0, C)
     vcol = v0 + tl.arange(0, BLOCK_V)
     known = (tl.arange(0, BLOCK_K) < DK)[:, None]
-    S = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
-    if h0_ptr is not None:
-        S += tl.load(h0_ptr + state, mask=known, other=0.0).to(tl.float32)
+    S = _enter(h0_ptr, from_ptr, states, known, where[0], where[2], BLOCK_K, BLOCK_V)
     for n in tl.range(first, stop, num_stages=STAGES):
         row = begin + (n - first) * C
         at = n.to(tl.int64) * HV + hv
@@ -363,8 +392,7 @@ def _states(
         tl.store(d_ptr + out, high, mask=(row + i < end)[:, None])
         if SPLIT:
             tl.store(d_low_ptr + out, low, mask=(row + i < end)[:, None])
-    if ht_ptr is not None:
-        tl.store(ht_ptr + state, S.to(ht_ptr.dtype.element_ty), mask=known)
+    _leave(S, ht_ptr, to_ptr, states, known, where[1], where[3])
 
 
 @jit
@@ -405,7 +433,7 @@ def _outputs(
 @jit
 def _dstates(
     vec_ptr, last_ptr, q_ptr, k_ptr, do_ptr, d_ptr, Q_ptr, P_ptr, documents_ptr, dht_ptr, dv_ptr, part_ptr, dS_ptr,
-    dh0_ptr, sq, sk, sdo, HV,
+    dh0_ptr, from_ptr, to_ptr, sq, sk, sdo, lower, upper, HV,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -413,13 +441,11 @@ def _dstates(
     from what leaves a chunk, and for each chunk the gradient of the state behind it."""
     DT: tl.constexpr = dv_ptr.dtype.element_ty
     slices: tl.constexpr = DV // BLOCK_V
-    begin, first, end, stop, hv, v0, state = _walk(documents_ptr, HV, DK, DV, BLOCK_K, BLOCK_V)
+    begin, first, end, stop, hv, v0, states, where = _walk(documents_ptr, lower, upper, HV, C, DK, DV, BLOCK_K, BLOCK_V)
     i = tl.arange(0, C)
     vcol = v0 + tl.arange(0, BLOCK_V)
     known = (tl.arange(0, BLOCK_K) < DK)[:, None]
-    dS = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
-    if dht_ptr is not None:
-        dS += tl.load(dht_ptr + state, mask=known, other=0.0).to(tl.float32)
+    dS = _enter(dht_ptr, from_ptr, states, known, where[1], where[3], BLOCK_K, BLOCK_V)
     for m in tl.range(0, stop - first, num_stages=STAGES):
         n = stop - 1 - m
         row = begin + (n - first) * C
@@ -467,8 +493,7 @@ def _dstates(
             erased = -z
         dS = tl.dot(tl.trans(q), through_o, dS, input_precision=PRECISION)
         dS = tl.dot(tl.trans(k), erased.to(DT), dS, input_precision=PRECISION)
-    if dh0_ptr is not None:
-        tl.store(dh0_ptr + state, dS.to(dh0_ptr.dtype.element_ty), mask=known)
+    _leave(dS, dh0_ptr, to_ptr, states, known, where[0], where[2])
 
 
 @jit
@@ -481,6 +506,14 @@ def _of_normalised(dx, x, r, NORM: tl.constexpr):
 
 
 @jit
+def _inner(x, y, C: tl.constexpr, PRECISION: tl.constexpr):
+    """The products of rows of x and y, from one of matrices: registers have no room for y."""
+    i = tl.arange(0, C)
+    pairs = tl.dot(x.to(y.dtype), tl.trans(y), input_precision=PRECISION)
+    return tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)
+
+
+@jit
 def _queries(
     vec_ptr, q_ptr, k_ptr, do_ptr, d_ptr, S_ptr, norm_ptr, chunks_ptr, dq_ptr, sums_ptr, N_ptr,
     sq, sk, sdo, HK, tokens, scale,
@@ -488,7 +521,7 @@ def _queries(
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk and one head of keys: dq, the part of dg that comes through q, and for ``_keys``
-    the operand N with the norms of q. ``d_ptr``: ``tokens`` rows, and as many of their low parts."""
+    the operand N with the factors of q. ``d_ptr``: ``tokens`` rows, and as many of their low parts."""
     n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
@@ -499,43 +532,43 @@ def _queries(
         end = row + length
         live = i < length
         norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
-        rq, rk = tl.load(norms), tl.load(norms + C)
+        rk = tl.load(norms + C)
         scale = tl.cast(scale, tl.float32)
+        rq = tl.load(norms)
+        k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
+        q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, False)
         dq = tl.zeros((C, BLOCK_K), tl.float32)
         for h in range(GROUP):
             hv = hk * GROUP + h
             at = n.to(tl.int64) * HV + hv
             G, low = _gate(vec_ptr + at * (VECTORS * C), C, SPLIT)
-            # a product whose sum goes into another product would be spread over other warps: no
-            # loop has two
             from_S = tl.zeros((C, BLOCK_K), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
                 do = _tile(do_ptr, row, hv, start, end, sdo, DV, C, BLOCK_V, TMA)
                 S = _state(S_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
                 from_S = tl.dot(do, tl.trans(S), from_S, input_precision=PRECISION)
             from_S *= (tl.exp2(G) * scale)[:, None]
-            # again for each head: registers have no room to keep them
-            q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, TMA)
+            inner = _inner(from_S, q, C, PRECISION) * rq
             dq += from_S
-            inner = tl.sum(from_S * q.to(tl.float32), 1) * rq
             N = tl.zeros((C, C), tl.float32)
-            for start in tl.range(0, (1 + SPLIT) * DV, BLOCK_V, num_stages=STAGES):
-                shift = start // DV * tokens
-                do = _tile(do_ptr, row, hv, start % DV, end, sdo, DV, C, BLOCK_V, TMA)
-                d = _tile(d_ptr, shift + row, hv, start % DV, shift + end, HV * DV, DV, C, BLOCK_V, TMA)
+            for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
+                do = _tile(do_ptr, row, hv, start, end, sdo, DV, C, BLOCK_V, TMA)
+                d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
                 N = tl.dot(do, tl.trans(d), N, input_precision=PRECISION)
-            N = tl.where(live[:, None], N * _decays(G, low, C, SPLIT), 0.0)
+                if SPLIT:
+                    d_low = _tile(d_ptr, tokens + row, hv, start, tokens + end, HV * DV, DV, C, BLOCK_V, TMA)
+                    N = tl.dot(do, tl.trans(d_low), N, input_precision=PRECISION)
+            N = tl.where(live[:, None], N * _decays(G, low, C, SPLIT), 0.0) * scale
             tl.store(N_ptr + at * (C * C) + i[:, None] * C + i[None, :], (N * rq[:, None]).to(DT))
-            k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, TMA)
-            qk = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq * scale)[:, None] * rk[None, :]
-            W = tl.where(i[:, None] > i[None, :], N * qk, 0.0)
+            W = N * tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq[:, None] * rk[None, :])
+            W = tl.where(i[:, None] > i[None, :], W, 0.0)
             sums = tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0)
             tl.store(sums_ptr + at * (3 * C) + i, sums)
-            high, low = _split(N * rk[None, :], DT)
-            dq += tl.dot(high, k, input_precision=PRECISION) * scale
+            high, rest = _split(N * rk[None, :], DT)
+            dq = tl.dot(high, k, dq, input_precision=PRECISION)
             if SPLIT:
-                dq += tl.dot(low, k, input_precision=PRECISION) * scale
-        dq = _of_normalised(dq, _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, TMA), rq, NORM)
+                dq = tl.dot(rest, k, dq, input_precision=PRECISION)
+        dq = _of_normalised(dq, _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, False), rq, NORM)
         col = tl.arange(0, BLOCK_K)
         out = (row + i).to(tl.int64)[:, None] * (HK * DK) + (hk * DK + col)[None, :]
         tl.store(dq_ptr + out, dq.to(DT), mask=live[:, None] & (col < DK)[None, :])
@@ -543,8 +576,8 @@ def _queries(
 
 @jit
 def _keys(
-    vec_ptr, q_ptr, k_ptr, k_blocks, z_ptr, d_ptr, S_ptr, dS_ptr, norm_ptr, sums_ptr, N_ptr, chunks_ptr, dk_ptr,
-    sq, sk, HK, tokens, scale,
+    vec_ptr, q_ptr, k_ptr, z_ptr, d_ptr, S_ptr, dS_ptr, norm_ptr, sums_ptr, N_ptr, chunks_ptr, dk_ptr,
+    sq, sk, HK, tokens,
     GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -559,8 +592,9 @@ def _keys(
         end = row + length
         live = i < length
         below = (i[:, None] > i[None, :]) & live[:, None]
-        norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
-        rk = tl.load(norms + C)
+        rk = tl.load(norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + C + i)
+        k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
+        q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, False)
         dk = tl.zeros((C, BLOCK_K), tl.float32)
         for h in range(GROUP):
             hv = hk * GROUP + h
@@ -571,43 +605,40 @@ def _keys(
             behind = last - G
             if not SPLIT:
                 behind += tl.load(vec + GATE_LOW * C + C - 1) - low
-            # one product after the other: registers have room for one sum beside dk
             part = tl.zeros((C, BLOCK_K), tl.float32)
+            M = tl.zeros((C, C), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
                 d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
                 dS = _state(dS_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
+                z = _tile(z_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
                 part = tl.dot(d, tl.trans(dS), part, input_precision=PRECISION)
+                M = tl.dot(z, tl.trans(d), M, input_precision=PRECISION)
+                if SPLIT:
+                    d_low = _tile(d_ptr, tokens + row, hv, start, tokens + end, HV * DV, DV, C, BLOCK_V, TMA)
+                    M = tl.dot(z, tl.trans(d_low), M, input_precision=PRECISION)
             dk += part * tl.exp2(behind)[:, None]
+            M = tl.where(below, -M * _decays(G, low, C, SPLIT), 0.0)
+            W = M * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * (rk[:, None] * rk[None, :]))
+            sums = tl.sum(W, 1) - tl.sum(W, 0)
+            # one of the two is zero
+            both = (M * rk[None, :]).to(DT) + tl.trans((M * rk[:, None]).to(DT))
+            dk = tl.dot(both, k, dk, input_precision=PRECISION)
+            N = _tile(N_ptr, (n * HV + hv) * C, 0, 0, ALL, C, C, C, C, False)
+            dk = tl.dot(tl.trans(N), q, dk, input_precision=PRECISION)
             part = tl.zeros((C, BLOCK_K), tl.float32)
             carried = tl.zeros((BLOCK_K,), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
                 z = _tile(z_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
                 S = _state(S_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
-                dS = _state(dS_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
                 part = tl.dot(z, tl.trans(S), part, input_precision=PRECISION)
+                dS = _state(dS_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
                 carried += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
             tl.store(sums_ptr + at * (3 * C) + 2 * C, tl.sum(carried, 0) * tl.exp2(last))
             part *= -tl.exp2(G)[:, None]
-            k = _tile(k_blocks, row, hk, 0, end, sk, DK, C, BLOCK_K, TMA)
-            inner = tl.sum(part * k.to(tl.float32), 1) * rk
+            sums += tl.where(live, _inner(part, k, C, PRECISION) * rk, 0.0)
+            tl.store(sums_ptr + at * (3 * C) + C + i, sums)
             dk += part
-            M = tl.zeros((C, C), tl.float32)
-            for start in tl.range(0, (1 + SPLIT) * DV, BLOCK_V, num_stages=STAGES):
-                shift = start // DV * tokens
-                z = _tile(z_ptr, row, hv, start % DV, end, HV * DV, DV, C, BLOCK_V, TMA)
-                d = _tile(d_ptr, shift + row, hv, start % DV, shift + end, HV * DV, DV, C, BLOCK_V, TMA)
-                M = tl.dot(z, tl.trans(d), M, input_precision=PRECISION)
-            k = _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False)
-            M = tl.where(below, -M * _decays(G, low, C, SPLIT), 0.0)
-            W = M * (tl.dot(k, tl.trans(k), input_precision=PRECISION) * (rk[:, None] * rk[None, :]))
-            tl.store(sums_ptr + at * (3 * C) + C + i, tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0))
-            # one of the two is zero
-            both = (M * rk[None, :]).to(DT) + tl.trans((M * rk[:, None]).to(DT))
-            dk += tl.dot(both, k, input_precision=PRECISION)
-            q = _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, TMA)
-            N = _tile(N_ptr, (n * HV + hv) * C, 0, 0, ALL, C, C, C, C, TMA)
-            dk += tl.dot(tl.trans(N), q, input_precision=PRECISION) * tl.cast(scale, tl.float32)
-        dk = _of_normalised(dk, _tile(k_blocks, row, hk, 0, end, sk, DK, C, BLOCK_K, TMA), rk, NORM)
+        dk = _of_normalised(dk, _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False), rk, NORM)
         col = tl.arange(0, BLOCK_K)
         out = (row + i).to(tl.int64)[:, None] * (HK * DK) + (hk * DK + col)[None, :]
         tl.store(dk_ptr + out, dk.to(DT), mask=live[:, None] & (col < DK)[None, :])

@@ -25,8 +25,8 @@ of Q, so only a correction is rounded. The same Q serves the backward, with dS' 
            + sum_{j<t} <k_j, e^(G_C - G) d dS'^T> + e^G_C <S, dS'>
 
 Memory: the backward needs Q and P, d, and the state before each chunk, 4 C + 2 DV + DK DV / C
-numbers for each token and head of values, or with ``recompute`` nothing but the inputs, until the
-backward makes them for one half of the heads, then for the other. Products have operands of q's
+numbers for each token and head of values, or with ``recompute`` a state for each part of the
+chunks, from which the backward makes the others of one part after the other. Products have operands of q's
 dtype and sums in fp32: in 16 bits, dg and states in fp32 are as exact as that.
 """
 
@@ -45,6 +45,7 @@ from liger_kernel.ops._core.operator import (
     launcher,
     once_differentiable,
     shaped,
+    tracing,
     use_kernels,
 )
 from liger_kernel.ops._core.tl import cdiv, next_power_of_2
@@ -102,6 +103,9 @@ def reference(
     return recurrence(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, qk_l2norm)
 
 
+# bytes of the states of a part of the chunks, where a backward computes states again: 2048 tokens of
+# 32 heads of 128
+PART = 2**25
 # kernel -> values of a program or of a step, warps and stages: the fastest of six for 1 x 8192
 # tokens, 16 and 32 heads of 128, on an H200
 TILES = {
@@ -112,10 +116,10 @@ TILES = {
     "kda_queries": (64, 8, 2),
     "kda_keys": (64, 8, 2),
     "states": (32, 4, 3),
-    "outputs": (128, 4, 1),
+    "outputs": (64, 2, 1),
     "dstates": (32, 4, 3),
     "queries": (64, 4, 3),
-    "keys": (64, 4, 3),
+    "keys": (64, 4, 2),
 }
 # the two loops over chunks, if all processors have a program of theirs with as many values (4 x 2048
 # tokens: 275 -> 158 and 341 -> 248 us)
@@ -202,6 +206,55 @@ def _matrix(t: Tensor) -> Tensor:
     return t.view(-1, 1, t.shape[-1])
 
 
+def _parts(chunks: int, HV: int, DK: int, DV: int, itemsize: int) -> int:
+    """Into how many parts work on chunks is divided where the backward computes states again."""
+    return cdiv(chunks, max(2, PART // (HV * DK * DV * itemsize) // 2 * 2))
+
+
+def _part(part: int, parts: int, chunks: int, carries: Tensor) -> tuple[int, int, Tensor | None, Tensor | None]:
+    """Which chunks a part has, and where states are that enter it and leave it."""
+    size = cdiv(chunks, 2 * parts) * 2
+    lower, upper = part * size, min(chunks, part * size + size)
+    return lower, upper, carries[part - 1] if part else None, carries[part] if part < parts - 1 else None
+
+
+def _chunk_states(
+    given: tuple, begins: Tensor, places_of: Tensor, lower: int, upper: int, scale: float, norm: bool,
+    ht: Tensor | None, before: Tensor | None, behind: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Of the chunks from ``lower`` to ``upper``, what the backward needs. The document that goes on
+    from chunks before takes its state from ``before``, the one that goes on behind leaves it."""
+    q, k, v, g, beta, state = given
+    (M, HK, DK), (HV, DV), C, channels = q.shape, v.shape[1:], _chunk(q, v.shape[2]), g.ndim == 3
+    documents, chunks, places_of = begins.shape[0] - 1, upper - lower, places_of[lower:upper]
+    new, fp32, split = q.new_empty, dict(dtype=torch.float32), not _precise(q)
+    Q, P = (new(chunks, HV, 1 + split, C, C) for _ in range(2))
+    factors, norms = new(chunks, HV, 6, C, **fp32), new(chunks, HK, 4 if channels else 2, C, **fp32)
+    S, d = new(chunks, HV, DK, DV), new(1 + split, M, HV, DV)
+    group = dict(GROUP=HV // HK, C=C, DK=DK)
+    sq, sk, sv = q.stride(0), k.stride(0), v.stride(0)
+    args: tuple[Any, ...]
+    grid, outs = (chunks * HV,), (Q, P, factors, norms)
+    # each channel's decay behind a chunk, and keys and queries with their decays
+    last = new(chunks, HV, DK, **fp32) if channels else None
+    decayed = new(chunks, HV, 3 + split, C, DK) if channels else None
+    if channels:
+        how = dict(NORM=norm, C=C, DK=DK, **_tile("kda_prepare", q, DV))
+        args = new(chunks, HV, C, DK, **fp32), decayed, last, sq, sk, HK, scale
+        launch(_kda_prepare, grid, q, k, g, beta, places_of, *outs, *args, **how)
+    else:
+        how = dict(NORM=norm, **_tile("prepare", q, DV))
+        launch(_prepare, grid, q, k, g, beta, places_of, *outs, sq, sk, HK, scale, **group, **how)
+    how = dict(SPLIT=split, DV=DV, TMA=_by_tma(q, k, v), **_tile("states", q, DV, documents * HV))
+    values, width = how["BLOCK_V"], how["BLOCK_K"]
+    (kb,) = _blocks(how["TMA"], C, width, k if decayed is None else _matrix(decayed))
+    (vb,) = _blocks(how["TMA"], C, values, v)
+    (Qb,), (Sb,) = _blocks(how["TMA"], C, C, _matrix(Q)), _blocks(how["TMA"], width, values, _matrix(S))
+    grid, args = (documents * HV * (DV // values),), (Sb, d[0], d[1] if split else None, ht, before, behind, sk, sv)
+    launch(_states, grid, factors, last, kb, vb, Qb, begins, state, *args, lower, upper, HV, **group, **how)
+    return [Q, P, factors, norms, S, d, *(t for t in (decayed, last) if t is not None)]
+
+
 @launcher(
     "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, Tensor? cu_seqlens, SymInt length, float "
     "scale, bool norm, bool output, bool final, bool keep) -> (Tensor o, Tensor final, Tensor[] saved)"
@@ -219,42 +272,27 @@ def gated_delta_rule_fwd(
     else:
         documents = cu_seqlens.shape[0] - 1
         chunks = M // C + documents
-    new, integers, fp32 = q.new_empty, dict(dtype=torch.int32), dict(dtype=torch.float32)
+    new, integers = q.new_empty, dict(dtype=torch.int32)
     begins, places_of = new(documents + 1, 2, **integers), new(chunks, 2, **integers)
-    split = not _precise(q)
-    Q, P = (new(chunks, HV, 1 + split, C, C) for _ in range(2))
-    factors, norms = new(chunks, HV, 6, C, **fp32), new(chunks, HK, 4 if channels else 2, C, **fp32)
-    S, d, o = new(chunks, HV, DK, DV), new(1 + split, M, HV, DV), new((M, HV, DV) if output else 0)
-    parts = d[0], d[1] if split else None
-    ht = new((documents, HV, DK, DV) if final else 0, dtype=torch.float32 if state is None else state.dtype)
-    group = dict(GROUP=HV // HK, C=C, DK=DK)
     launch(_chunks, (documents + 1,), begins, places_of, cu_seqlens, length, chunks, M, C=C, BLOCK=128, num_warps=4)
-    sq, sk, sv = q.stride(0), k.stride(0), v.stride(0)
-    grid, outs = (chunks * HV,), (Q, P, factors, norms)
-    # each channel's decay behind a chunk, and keys and queries with their decays
-    last = new(chunks, HV, DK, **fp32) if channels else None
-    decayed = new(chunks, HV, 3 + split, C, DK) if channels else None
-    if channels:
-        how = dict(NORM=norm, C=C, DK=DK, **_tile("kda_prepare", q, DV))
-        args = new(chunks, HV, C, DK, **fp32), decayed, last, sq, sk, HK, scale
-        launch(_kda_prepare, grid, q, k, g, beta, places_of, *outs, *args, **how)
-    else:
-        how = dict(NORM=norm, **_tile("prepare", q, DV))
-        launch(_prepare, grid, q, k, g, beta, places_of, *outs, sq, sk, HK, scale, **group, **how)
-    how = dict(SPLIT=split, DV=DV, TMA=_by_tma(q, k, v), **_tile("states", q, DV, documents * HV))
-    values, width = how["BLOCK_V"], how["BLOCK_K"]
-    (kb,) = _blocks(how["TMA"], C, width, k if decayed is None else _matrix(decayed))
-    (vb,) = _blocks(how["TMA"], C, values, v)
-    (Qb,), (Sb,) = _blocks(how["TMA"], C, C, _matrix(Q)), _blocks(how["TMA"], width, values, _matrix(S))
-    grid, ends = (documents * HV * (DV // values),), ht if final else None
-    launch(_states, grid, factors, last, kb, vb, Qb, begins, state, Sb, *parts, ends, sk, sv, HV, **group, **how)
-    how = dict(SPLIT=split, DV=DV, **_tile("outputs", q, DV))
-    grid = (chunks * HV * (DV // how["BLOCK_V"]),)
-    if output:
-        queries = decayed if channels else q
-        launch(_outputs, grid, factors, queries, P, S, *parts, places_of, o, sq, HV, CHANNELS=channels, **group, **how)
-    saved = [begins, places_of, Q, P, factors, norms, S, d, *(t for t in (decayed, last) if t is not None)]
-    return o, ht, saved if keep else []
+    o = new((M, HV, DV) if output else 0)
+    ht = new((documents, HV, DK, DV) if final else 0, dtype=torch.float32 if state is None else state.dtype)
+    parts = 1 if keep else _parts(chunks, HV, DK, DV, q.itemsize)
+    carries = new(parts - 1, HV, DK, DV, dtype=torch.float32)
+    given, saved = (q, k, v, g, beta, state), []
+    # without a loop over symbols
+    for part in range(parts if keep or not tracing(q) else 0):
+        lower, upper, *carried = _part(part, parts, chunks, carries)
+        saved = _chunk_states(given, begins, places_of, lower, upper, scale, norm, ht if final else None, *carried)
+        if output:
+            _, P, factors, _, S, d, *of_channels = saved
+            how = dict(
+                SPLIT=len(d) > 1, DV=DV, **_tile("outputs", q, DV), GROUP=HV // HK, C=C, DK=DK, CHANNELS=channels
+            )
+            grid, queries = ((upper - lower) * HV * (DV // how["BLOCK_V"]),), of_channels[0] if channels else q
+            of_values = P, S, d[0], d[1] if len(d) > 1 else None
+            launch(_outputs, grid, factors, queries, *of_values, places_of[lower:upper], o, q.stride(0), HV, **how)
+    return o, ht, [begins, places_of, carries, *(saved if keep else [])]
 
 
 @launcher(
@@ -266,101 +304,75 @@ def gated_delta_rule_bwd(
     do, dfinal, q, k, v, g, beta, state, saved, scale, norm, needed
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
-    begins, places_of, Q, P, factors, norms, S, d, *of_channels = saved
-    (M, HK, DK), (HV, DV), (chunks, *_, C) = q.shape, v.shape[1:], Q.shape
+    begins, places_of, carries, *kept = saved
+    (M, HK, DK), (HV, DV), C, documents = q.shape, v.shape[1:], _chunk(q, v.shape[2]), begins.shape[0] - 1
     # without a gradient, only the final state has one
     q, k, v, do = map(_dense, (q, k, v, v.new_zeros(v.shape) if do is None else do))
     dfinal = None if dfinal is None else dfinal.contiguous()
     dense = lambda t: q.new_empty(t.shape, dtype=t.dtype)
     dq, dk, dv, dg, dbeta = (dense(t) for t in (q, k, v, g, beta))
     dstate = dense(state) if needed[5] else q.new_empty(0)
-    group = dict(GROUP=HV // HK, SPLIT=len(d) > 1, C=C, DK=DK, DV=DV, TMA=_by_tma(q, k, do))
+    channels, split, fp32 = g.ndim == 3, not _precise(q), dict(dtype=torch.float32)
+    group = dict(GROUP=HV // HK, SPLIT=split, C=C, DK=DK, DV=DV, TMA=_by_tma(q, k, do))
+    own = {name: value for name, value in group.items() if name != "GROUP"}
     strides = q.stride(0), k.stride(0), do.stride(0)
-    channels, fp32 = g.ndim == 3, dict(dtype=torch.float32)
-    decayed, last = of_channels or (None, None)
-    # of ``kda``, what dg has through q, and running sums of g
-    sums = q.new_empty(2, chunks, HV, C, DK, **fp32) if channels else q.new_empty(chunks, HV, 3, C, **fp32)
-    N = q.new_empty(chunks, HV, C, C, dtype=torch.float32 if channels else q.dtype)
 
     def blocks(c: dict[str, Any], of_tokens: list[Tensor], of_states: list[Tensor]) -> tuple[Any, ...]:
         tokens = _blocks(group["TMA"], C, c["BLOCK_V"], *of_tokens)
         return *tokens, *_blocks(group["TMA"], c["BLOCK_K"], c["BLOCK_V"], *map(_matrix, of_states))
 
-    args: tuple[Any, ...]
-    all_of_d = d.flatten(0, 1)
     through_states, through_keys = any(needed[1:]), needed[1] or needed[3] or needed[4]
-    if channels and (needed[0] or through_keys):
-        c = _tile("kda_queries", q, DV)
-        dob, *db, Sb = blocks(c, [do, *d], [S])
-        args = q, k, dob, db[0], db[-1], Sb, norms, places_of, dq, sums[0], N, *strides, HV, scale, sums[1]
-        own = {name: value for name, value in group.items() if name != "GROUP"}
-        launch(_kda_queries, (chunks * HV,), g, *args, NORM=norm, **own, **c)
-    elif needed[0] or through_keys:
-        c = _tile("queries", q, DV)
-        qk = _blocks(group["TMA"], C, c["BLOCK_K"], q, k)
-        args = *qk, *blocks(c, [do, all_of_d], [S]), norms, places_of, dq, sums, N, *strides, HK, M, scale
-        launch(_queries, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
-    dS = torch.empty_like(S) if through_states else S
-    documents = begins.shape[0] - 1
-    c = _tile("kda_dstates" if channels else "dstates", q, DV, documents * HV)
-    slices = DV // c["BLOCK_V"]
-    parts = q.new_empty(chunks, HV, slices, 2, C, dtype=torch.float32)
-    if through_states:
-        dob, db, dSb = blocks(c, [do, d[0]], [dS])
-        qk, QP = _blocks(group["TMA"], C, c["BLOCK_K"], q, k), _blocks(group["TMA"], C, C, _matrix(Q), _matrix(P))
-        if decayed is not None:
-            qk = 2 * _blocks(group["TMA"], C, c["BLOCK_K"], _matrix(decayed))
-        args = *qk, dob, db, *QP, begins, dfinal, dv, parts, dSb, dstate if needed[5] else None, *strides, HV
-        launch(_dstates, (documents * HV * slices,), factors, last, *args, **group, **c)
-    if channels and through_keys:
-        c = _tile("kda_keys", q, DV)
-        zb, *db, Sb, dSb = blocks(c, [dv, *d], [S, dS])
-        args = q, k, zb, db[0], db[-1], Sb, dSb, norms, sums[0], N, parts, places_of, dk, dg, dbeta
-        own = {name: value for name, value in group.items() if name != "GROUP"}
-        launch(_kda_keys, (chunks * HV,), sums[1], *args, *strides[:2], HV, scale, NORM=norm, SLICES=slices, **own, **c)
-    elif through_keys:
-        c = _tile("keys", q, DV)
-        (qb, kb), (Nb,) = _blocks(group["TMA"], C, c["BLOCK_K"], q, k), _blocks(group["TMA"], C, C, _matrix(N))
-        args = qb, k, kb, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, Nb, places_of, dk
-        args = *args, *strides[:2], HK, M, scale
-        launch(_keys, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
-        grid = chunks, cdiv(HV, 8)
-        launch(_gates, grid, sums, parts, places_of, dg, dbeta, HV, SLICES=slices, C=C, BLOCK=8, num_warps=4)
+    parts = carries.shape[0] + 1
+    back = torch.empty_like(carries)
+    args: tuple[Any, ...]
+    # from the last part to the first, without a loop over symbols
+    for part in reversed(range(0 if tracing(q) else parts)):
+        lower, upper, before, _ = _part(part, parts, places_of.shape[0], carries)
+        made = kept or _chunk_states(
+            (q, k, v, g, beta, state), begins, places_of, lower, upper, scale, norm, None, before, None
+        )
+        Q, P, factors, norms, S, d, *of_channels = made
+        decayed, last = of_channels or (None, None)
+        chunks, places, all_of_d = upper - lower, places_of[lower:upper], d.flatten(0, 1)
+        # of ``kda``, what dg has through q, and running sums of g
+        sums = q.new_empty(2, chunks, HV, C, DK, **fp32) if channels else q.new_empty(chunks, HV, 3, C, **fp32)
+        N = q.new_empty(chunks, HV, C, C, dtype=torch.float32 if channels else q.dtype)
+        if channels and (needed[0] or through_keys):
+            c = _tile("kda_queries", q, DV)
+            dob, *db, Sb = blocks(c, [do, *d], [S])
+            args = q, k, dob, db[0], db[-1], Sb, norms, places, dq, sums[0], N, *strides, HV, scale, sums[1]
+            launch(_kda_queries, (chunks * HV,), g, *args, NORM=norm, **own, **c)
+        elif needed[0] or through_keys:
+            c = _tile("queries", q, DV)
+            args = q, k, *blocks(c, [do, all_of_d], [S]), norms, places, dq, sums, N, *strides, HK, M, scale
+            launch(_queries, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
+        dS = torch.empty_like(S) if through_states else S
+        c = _tile("kda_dstates" if channels else "dstates", q, DV, documents * HV)
+        slices = DV // c["BLOCK_V"]
+        sums_of_slices = q.new_empty(chunks, HV, slices, 2, C, **fp32)
+        if through_states:
+            dob, db, dSb = blocks(c, [do, d[0]], [dS])
+            qk, QP = _blocks(group["TMA"], C, c["BLOCK_K"], q, k), _blocks(group["TMA"], C, C, _matrix(Q), _matrix(P))
+            if decayed is not None:
+                qk = 2 * _blocks(group["TMA"], C, c["BLOCK_K"], _matrix(decayed))
+            args = *qk, dob, db, *QP, begins, dfinal, dv, sums_of_slices, dSb, dstate if needed[5] else None
+            _, _, to, come = _part(part, parts, places_of.shape[0], back)
+            args = *args, come, to, *strides, lower, upper, HV
+            launch(_dstates, (documents * HV * slices,), factors, last, *args, **group, **c)
+        if channels and through_keys:
+            c = _tile("kda_keys", q, DV)
+            zb, *db, Sb, dSb = blocks(c, [dv, *d], [S, dS])
+            args = q, k, zb, db[0], db[-1], Sb, dSb, norms, sums[0], N, sums_of_slices, places, dk, dg, dbeta
+            args = *args, *strides[:2], HV, scale
+            launch(_kda_keys, (chunks * HV,), sums[1], *args, NORM=norm, SLICES=slices, **own, **c)
+        elif through_keys:
+            c = _tile("keys", q, DV)
+            args = q, k, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, N, places, dk, *strides[:2], HK, M
+            launch(_keys, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
+            args, how = (sums_of_slices, places, dg, dbeta, HV), dict(SLICES=slices, C=C, BLOCK=8, num_warps=4)
+            launch(_gates, (chunks, cdiv(HV, 8)), sums, *args, **how)
     found = (t if need else q.new_empty(0, dtype=t.dtype) for t, need in zip((dq, dk, dv, dg, dbeta), needed))
     return *found, dstate
-
-
-def _recomputed(
-    do: Tensor | None, dfinal: Tensor | None, given: tuple, cu_seqlens: Tensor | None, how: tuple, needed: list[bool]
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients, with the states of half of the heads at a time."""
-    length, scale, norm = how
-    halves = 2 if given[0].shape[1] % 2 == 0 else 1
-    found: list[Tensor] = []
-    for half in range(halves):
-        of = lambda t: None if t is None else t.narrow(1, half * t.shape[1] // halves, t.shape[1] // halves)  # noqa: B023
-        q, k, v, *rest = map(of, given)
-        g, beta, state = (None if t is None else t.contiguous() for t in rest)
-        some = q, k, v, g, beta, state
-        _, _, saved = gated_delta_rule_fwd(*some, cu_seqlens, length, scale, norm, False, False, True)
-        grads = gated_delta_rule_bwd(of(do), of(dfinal), *some, saved, scale, norm, needed)
-        del saved
-        if halves == 1:
-            return grads
-        whole = lambda t, like, need: t.new_empty(like.shape) if need else t
-        found = found or [*map(whole, grads, given, needed)]
-        for all_heads, part, need in zip(found, grads, needed):
-            if need:
-                _copy(of(all_heads), part)
-    return tuple(found)
-
-
-def _copy(to: Tensor, t: Tensor) -> None:
-    """``to.copy_(t)``, of one dtype. PyTorch copies rows with a stride value by value, so as values
-    of 8 bytes, if rows consist of these."""
-    if t.ndim == 3 and t.shape[2] * t.itemsize % 8 == 0:
-        to, t = to.view(torch.int64), t.view(torch.int64)
-    to.copy_(t)
 
 
 class GatedDeltaRuleFunction(torch.autograd.Function):
@@ -376,7 +388,7 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         given += [None if t is None else t.contiguous() for t in (state, cu_seqlens)]
         how = v.shape[1], scale, norm
         o, ht, saved = gated_delta_rule_fwd(*given, *how, True, final, keep)
-        ctx.save_for_backward(*given, *saved)
+        ctx.save_for_backward(*given[:6], *saved)
         ctx.how, ctx.final = how, final
         return shaped(o, v.shape), ht
 
@@ -384,14 +396,10 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do, dfinal):
         needed = list(ctx.needs_input_grad[:6])
-        q, k, v, g, beta, state, cu_seqlens, *saved = ctx.saved_tensors
-        given = q, k, v, g, beta, state
+        q, k, v, g, beta, state, *saved = ctx.saved_tensors
         do, dfinal = None if do is None else do.flatten(0, 1), dfinal if ctx.final else None
-        if saved:
-            grads = gated_delta_rule_bwd(do, dfinal, *given, list(saved), *ctx.how[1:], needed)
-        else:
-            grads = _recomputed(do, dfinal, given, cu_seqlens, ctx.how, needed)
-        *grads, dstate = grads
+        given = q, k, v, g, beta, state, list(saved)
+        *grads, dstate = gated_delta_rule_bwd(do, dfinal, *given, *ctx.how[1:], needed)
         found = [d.unflatten(0, (-1, ctx.how[0])) if need else None for d, need in zip(grads, needed)]
         return *found, dstate if needed[5] else None, None, None, None, None, None
 

@@ -93,8 +93,8 @@ def _final(x: Tensor, W: int, before: Tensor | None, state: Tensor | None, cu_se
 
 @jit
 def _rows(ptr, stride, at, t, low, high, UNROLL: tl.constexpr):
-    """Rows t, t + 1 ... after ``begin``: 0 unless low <= t < high, and 1 without a tensor. A walk
-    loads so many before it uses the first, since no load passes a store."""
+    """Rows t, t + 1 ... after ``begin``, in their dtype: 0 unless low <= t < high, and 1 without a
+    tensor."""
     begin, col, D = at
     rows: tl.tuple = ()
     for i in tl.static_range(UNROLL):
@@ -103,9 +103,23 @@ def _rows(ptr, stride, at, t, low, high, UNROLL: tl.constexpr):
         else:
             mask = (col < D) & (t + i >= low) & (t + i < high)
             row = ptr + begin * stride + tl.cast(t + i, tl.int64) * stride
-            x = tl.load(row + col, mask=mask, other=0.0)
-            rows += (x if ptr.dtype.element_ty == tl.int64 else x.to(tl.float32),)
+            rows += (tl.load(row + col, mask=mask, other=0.0),)
     return rows
+
+
+@jit
+def _ahead(source, after_ptr, after_stride, first_ptr, at, t, high, UNROLL: tl.constexpr):
+    """What a walk reads of the next tokens, x, before, after, and where documents begin: before it
+    computes those that it has, since no load passes a store."""
+    xs = _rows(source[0], source[1], at, t, 0, high, UNROLL)
+    befores = _rows(source[2], source[3], at, t, 0, high, UNROLL)
+    afters = _rows(after_ptr, after_stride, at, t, 0, high, UNROLL)
+    return xs, befores, afters, _rows(first_ptr, 1, (at[0], 0, 1), t, 0, high, UNROLL)
+
+
+@jit
+def _product(x, before):
+    return tl.cast(x, tl.float32) * tl.cast(before, tl.float32)
 
 
 @jit
@@ -123,7 +137,7 @@ def _values(source, at, t, low, high, UNROLL: tl.constexpr):
     befores = _rows(source[2], source[3], at, t, low, high, UNROLL)
     values: tl.tuple = ()
     for i in tl.static_range(UNROLL):
-        values += (xs[i] * befores[i],)
+        values += (_product(xs[i], befores[i]),)
     return values
 
 
@@ -199,10 +213,9 @@ def _fwd(
     weights = _weights(w_ptr, bias_ptr, at, W)
     source = (x_ptr, x_stride, before_ptr, before_stride, state_ptr, document_ptr)
     window = _window(source, at, 0, first, row, W)
+    xs, befores, afters, firsts = _ahead(source, after_ptr, after_stride, first_ptr, at, 0, end, UNROLL)
     for t in range(0, end, UNROLL):
-        afters = _rows(after_ptr, after_stride, at, t, 0, end, UNROLL)
-        values = _values(source, at, t, 0, end, UNROLL)
-        firsts = _rows(first_ptr, 1, (at[0], 0, 1), t, 0, end, UNROLL)
+        ahead = _ahead(source, after_ptr, after_stride, first_ptr, at, t + UNROLL, end, UNROLL)
         for i in tl.static_range(UNROLL):
             s = t + i
             if first_ptr is not None:
@@ -210,9 +223,10 @@ def _fwd(
                 if begins:
                     window = _window(source, at, s, s, row, W)
             taps = window
-            taps += (values[i], 1.0)
-            _store(y_ptr, at, s, end, _act(taps, weights, x_ptr, ACT)[0] * afters[i])
+            taps += (_product(xs[i], befores[i]), 1.0)
+            _store(y_ptr, at, s, end, _product(_act(taps, weights, x_ptr, ACT)[0], afters[i]))
             window = taps[1:W]
+        xs, befores, afters, firsts = ahead
 
 
 @jit
@@ -228,18 +242,18 @@ def _bwd(
     weights = _weights(w_ptr, bias_ptr, at, W)
     source = (x_ptr, x_stride, before_ptr, before_stride, state_ptr, document_ptr)
     window = _window(source, at, 0, first, row, W)
+    # x and before of the tokens whose gradients are unfinished
+    old_xs = _rows(x_ptr if dbefore_ptr is not None else None, x_stride, at, 1 - W, first, 0, W - 1)
+    old_befores = _rows(before_ptr, before_stride, at, 1 - W, first, 0, W - 1)
     zero = tl.zeros((BLOCK_N,), tl.float32)
     # index j is of the token that is W - 1 - j before this one
     unfinished = (zero,) * (W - 1)
     dw = (zero,) * len(weights)
+    xs, befores, afters, firsts = _ahead(source, after_ptr, after_stride, first_ptr, at, 0, last, UNROLL)
+    dys = _rows(dy_ptr, dy_stride, at, 0, 0, last, UNROLL)
     for t in range(0, end + W - 1, UNROLL):
-        dys = _rows(dy_ptr, dy_stride, at, t, 0, last, UNROLL)
-        afters = _rows(after_ptr, after_stride, at, t, 0, last, UNROLL)
-        values = _values(source, at, t, 0, last, UNROLL)
-        firsts = _rows(first_ptr, 1, (at[0], 0, 1), t, 0, last, UNROLL)
-        # of the tokens that are finished, from the cache
-        old_befores = _rows(before_ptr, before_stride, at, t - (W - 1), 0, end, UNROLL)
-        old_xs = _rows(x_ptr if dbefore_ptr is not None else None, x_stride, at, t - (W - 1), 0, end, UNROLL)
+        ahead = _ahead(source, after_ptr, after_stride, first_ptr, at, t + UNROLL, last, UNROLL)
+        next_dys = _rows(dy_ptr, dy_stride, at, t + UNROLL, 0, last, UNROLL)
         for i in tl.static_range(UNROLL):
             s = t + i
             if first_ptr is not None:
@@ -247,27 +261,34 @@ def _bwd(
                 if begins:
                     window = _window(source, at, s, s, row, W)
             taps = window
-            taps += (values[i], 1.0)
+            taps += (_product(xs[i], befores[i]), 1.0)
             y, slope = _act(taps, weights, x_ptr, ACT)
-            du = dys[i] * afters[i] * slope
-            _store(dafter_ptr, at, s, end, dys[i] * y)
+            # zero from ``last`` on, as dy is
+            du = _product(dys[i], afters[i]) * slope
+            _store(dafter_ptr, at, s, end, _product(dys[i], y))
             if dw_ptr is not None:
+                mine = tl.where(s < end, du, 0.0)
                 sums = dw
                 dw: tl.tuple = ()
                 for j in tl.static_range(len(weights)):
-                    dw += (tl.where(s < end, sums[j] + du * taps[j], sums[j]),)
+                    dw += (sums[j] + mine * taps[j],)
             unfinished += (zero,)
             grads: tl.tuple = ()
             for j in tl.static_range(W):
-                # of another document, a token takes nothing from this one
-                takes = s < last
+                given = weights[j] * du
                 if first_ptr is not None:
-                    takes = takes & (firsts[i] <= at[0] + (s - (W - 1) + j))
-                grads += (tl.where(takes, unfinished[j] + weights[j] * du, unfinished[j]),)
-            _store(dx_ptr, at, s - (W - 1), end, grads[0] * old_befores[i])
-            _store(dbefore_ptr, at, s - (W - 1), end, grads[0] * old_xs[i])
+                    # of another document, a token takes nothing from this one
+                    given = tl.where(firsts[i] <= at[0] + (s - (W - 1) + j), given, 0.0)
+                grads += (unfinished[j] + given,)
+            old_xs += (xs[i] if dbefore_ptr is not None else 1.0,)
+            old_befores += (befores[i],)
+            _store(dx_ptr, at, s - (W - 1), end, _product(grads[0], old_befores[0]))
+            _store(dbefore_ptr, at, s - (W - 1), end, _product(grads[0], old_xs[0]))
+            old_xs, old_befores = old_xs[1:], old_befores[1:]
             unfinished = grads[1:]
             window = taps[1:W]
+        xs, befores, afters, firsts = ahead
+        dys = next_dys
     if dw_ptr is not None:
         part = (tl.program_id(0) // tl.cdiv(D, BLOCK_N)).to(tl.int64) * len(weights)
         for j in tl.static_range(len(weights)):
@@ -301,7 +322,7 @@ def _bwd_state(
     for t in tl.static_range(W - 1):
         taps = window
         taps += (values[t], 1.0)
-        du = dys[t] * afters[t] * _act(taps, weights, x_ptr, ACT)[1]
+        du = _product(dys[t], afters[t]) * _act(taps, weights, x_ptr, ACT)[1]
         dus += (tl.where(t < end, du, 0.0),)
         window = taps[1:W]
         total = tl.zeros((BLOCK,), tl.float32)

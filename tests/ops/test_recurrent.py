@@ -233,6 +233,8 @@ def test_parts_of_a_row_change_no_bit(args, bounds, monkeypatch):
     given |= dict(initial_state=state, output_final_state=True, cu_seqlens=cu)
     expected = run(rule, like(given))
     monkeypatch.setattr(delta, "PART", 1)
+    if DEVICE == "cpu":  # whose interpreter loads blocks in both ways
+        monkeypatch.setattr(delta, "_by_tma", lambda *_: True)
     assert_same_bits(run(lambda **a: rule(**a, recompute=True), like(given)), expected)
 
 

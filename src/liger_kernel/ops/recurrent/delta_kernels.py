@@ -326,6 +326,12 @@ def _walk(
 
 
 @jit
+def _origin(chunks_ptr, FULL: tl.constexpr):
+    """The token of which d has the first row: of the first of these chunks, or of all."""
+    return 0 if FULL else tl.load(chunks_ptr)
+
+
+@jit
 def _enter(document_ptr, carry_ptr, states, known, mine, goes_on, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
     """The state with which a walk begins: of the document, or of a walk that came before."""
     S = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
@@ -346,14 +352,15 @@ def _leave(S, document_ptr, carry_ptr, states, known, mine, goes_on):
 
 @jit
 def _states(
-    vec_ptr, last_ptr, k_ptr, v_ptr, Q_ptr, documents_ptr, h0_ptr, S_ptr, d_ptr, d_low_ptr, ht_ptr, from_ptr, to_ptr,
-    sk, sv, lower, upper, HV,
+    vec_ptr, last_ptr, k_ptr, v_ptr, Q_ptr, documents_ptr, chunks_ptr, h0_ptr, S_ptr, d_ptr, d_low_ptr, ht_ptr,
+    from_ptr, to_ptr, sk, sv, lower, upper, HV,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Some values of one head of one document, chunk after chunk."""
     DT: tl.constexpr = d_ptr.dtype.element_ty
     begin, first, end, stop, hv, v0, states, where = _walk(documents_ptr, lower, upper, HV, C, DK, DV, BLOCK_K, BLOCK_V)
+    origin = _origin(chunks_ptr, last_ptr is not None)
     i = tl.arange(0, C)
     vcol = v0 + tl.arange(0, BLOCK_V)
     known = (tl.arange(0, BLOCK_K) < DK)[:, None]
@@ -387,7 +394,7 @@ def _states(
         if SPLIT and last_ptr is not None:
             low = _decayed(k_ptr, KOUT_LOW, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
             S = tl.dot(tl.trans(low), added.to(DT), S, input_precision=PRECISION)
-        out = (row + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
+        out = (row - origin + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
         high, low = _split(d, DT)
         tl.store(d_ptr + out, high, mask=(row + i < end)[:, None])
         if SPLIT:
@@ -411,6 +418,7 @@ def _outputs(
         v0 = pid % slices * BLOCK_V
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
+        origin = _origin(chunks_ptr, CHANNELS)
         at = n.to(tl.int64) * HV + hv
         if CHANNELS:
             q = _decayed(q_ptr, QIN, n * HV + hv, SPLIT, DK, C, BLOCK_K, False)
@@ -418,10 +426,10 @@ def _outputs(
             q = _tile(q_ptr, row, hv // GROUP, 0, end, sq, DK, C, BLOCK_K, False)
         S = _state(S_ptr, n * HV + hv, v0, DK, DV, BLOCK_K, BLOCK_V, False)
         P, P_low = _square(P_ptr, n * HV + hv, SPLIT, C, False)
-        d = _tile(d_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, False)
+        d = _tile(d_ptr, row - origin, hv, v0, end - origin, HV * DV, DV, C, BLOCK_V, False)
         d_low = d
         if SPLIT:
-            d_low = _tile(d_low_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, False)
+            d_low = _tile(d_low_ptr, row - origin, hv, v0, end - origin, HV * DV, DV, C, BLOCK_V, False)
         o = tl.dot(q, S, input_precision=PRECISION)
         if not CHANNELS:
             o *= tl.load(vec_ptr + at * (VECTORS * C) + QIN * C + i)[:, None]
@@ -432,8 +440,8 @@ def _outputs(
 
 @jit
 def _dstates(
-    vec_ptr, last_ptr, q_ptr, k_ptr, do_ptr, d_ptr, Q_ptr, P_ptr, documents_ptr, dht_ptr, dv_ptr, part_ptr, dS_ptr,
-    dh0_ptr, from_ptr, to_ptr, sq, sk, sdo, lower, upper, HV,
+    vec_ptr, last_ptr, q_ptr, k_ptr, do_ptr, d_ptr, Q_ptr, P_ptr, documents_ptr, chunks_ptr, dht_ptr, dv_ptr, part_ptr,
+    dS_ptr, dh0_ptr, from_ptr, to_ptr, sq, sk, sdo, lower, upper, HV,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -442,6 +450,7 @@ def _dstates(
     DT: tl.constexpr = dv_ptr.dtype.element_ty
     slices: tl.constexpr = DV // BLOCK_V
     begin, first, end, stop, hv, v0, states, where = _walk(documents_ptr, lower, upper, HV, C, DK, DV, BLOCK_K, BLOCK_V)
+    origin = _origin(chunks_ptr, last_ptr is not None)
     i = tl.arange(0, C)
     vcol = v0 + tl.arange(0, BLOCK_V)
     known = (tl.arange(0, BLOCK_K) < DK)[:, None]
@@ -459,7 +468,7 @@ def _dstates(
             behind = _decayed(k_ptr, KOUT, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
             q = _decayed(q_ptr, QIN, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
         do = _tile(do_ptr, row, hv, v0, end, sdo, DV, C, BLOCK_V, TMA)
-        d = _tile(d_ptr, row, hv, v0, end, HV * DV, DV, C, BLOCK_V, TMA)
+        d = _tile(d_ptr, row - origin, hv, v0, end - origin, HV * DV, DV, C, BLOCK_V, TMA)
         P, P_low = _square(P_ptr, n * HV + hv, SPLIT, C, TMA)
         Q, Q_low = _square(Q_ptr, n * HV + hv, SPLIT, C, TMA)
         vec = vec_ptr + at * (VECTORS * C)
@@ -521,7 +530,7 @@ def _queries(
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk and one head of keys: dq, the part of dg that comes through q, and for ``_keys``
-    the operand N with the factors of q. ``d_ptr``: ``tokens`` rows, and as many of their low parts."""
+    the operand N with the factors of q. ``d_ptr`` has ``tokens`` rows, and as many of their low parts."""
     n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
@@ -530,6 +539,7 @@ def _queries(
         i = tl.arange(0, C)
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
+        of_d = row - _origin(chunks_ptr, False)
         live = i < length
         norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
         rk = tl.load(norms + C)
@@ -553,12 +563,13 @@ def _queries(
             N = tl.zeros((C, C), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
                 do = _tile(do_ptr, row, hv, start, end, sdo, DV, C, BLOCK_V, TMA)
-                d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
+                d = _tile(d_ptr, of_d, hv, start, of_d + length, HV * DV, DV, C, BLOCK_V, TMA)
                 N = tl.dot(do, tl.trans(d), N, input_precision=PRECISION)
                 if SPLIT:
-                    d_low = _tile(d_ptr, tokens + row, hv, start, tokens + end, HV * DV, DV, C, BLOCK_V, TMA)
+                    d_low = _tile(d_ptr, tokens + of_d, hv, start, tokens + of_d + length, HV * DV, DV, C, BLOCK_V, TMA)
                     N = tl.dot(do, tl.trans(d_low), N, input_precision=PRECISION)
-            N = tl.where(live[:, None], N * _decays(G, low, C, SPLIT), 0.0) * scale
+            # what d has behind the last token may be no number
+            N = tl.where((i[:, None] >= i[None, :]) & live[:, None], N * _decays(G, low, C, SPLIT), 0.0) * scale
             tl.store(N_ptr + at * (C * C) + i[:, None] * C + i[None, :], (N * rq[:, None]).to(DT))
             W = N * tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq[:, None] * rk[None, :])
             W = tl.where(i[:, None] > i[None, :], W, 0.0)
@@ -590,6 +601,7 @@ def _keys(
         i = tl.arange(0, C)
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
+        of_d = row - _origin(chunks_ptr, False)
         live = i < length
         below = (i[:, None] > i[None, :]) & live[:, None]
         rk = tl.load(norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + C + i)
@@ -608,13 +620,13 @@ def _keys(
             part = tl.zeros((C, BLOCK_K), tl.float32)
             M = tl.zeros((C, C), tl.float32)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-                d = _tile(d_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
+                d = _tile(d_ptr, of_d, hv, start, of_d + length, HV * DV, DV, C, BLOCK_V, TMA)
                 dS = _state(dS_ptr, n * HV + hv, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
                 z = _tile(z_ptr, row, hv, start, end, HV * DV, DV, C, BLOCK_V, TMA)
                 part = tl.dot(d, tl.trans(dS), part, input_precision=PRECISION)
                 M = tl.dot(z, tl.trans(d), M, input_precision=PRECISION)
                 if SPLIT:
-                    d_low = _tile(d_ptr, tokens + row, hv, start, tokens + end, HV * DV, DV, C, BLOCK_V, TMA)
+                    d_low = _tile(d_ptr, tokens + of_d, hv, start, tokens + of_d + length, HV * DV, DV, C, BLOCK_V, TMA)
                     M = tl.dot(z, tl.trans(d_low), M, input_precision=PRECISION)
             dk += part * tl.exp2(behind)[:, None]
             M = tl.where(below, -M * _decays(G, low, C, SPLIT), 0.0)

@@ -103,9 +103,9 @@ def reference(
     return recurrence(q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, qk_l2norm)
 
 
-# bytes of the states of a part of the chunks, where a backward computes states again: 2048 tokens of
-# 32 heads of 128
-PART = 2**25
+# bytes of the states of a part of the chunks, where a backward computes states again: 4096 tokens of
+# 32 heads of 128. With halves of that, the host takes longer than an H200
+PART = 2**26
 # kernel -> values of a program or of a step, warps and stages: the fastest of six for 1 x 8192
 # tokens, 16 and 32 heads of 128, on an H200
 TILES = {
@@ -218,6 +218,11 @@ def _part(part: int, parts: int, chunks: int, carries: Tensor) -> tuple[int, int
     return lower, upper, carries[part - 1] if part else None, carries[part] if part < parts - 1 else None
 
 
+def _heads(begins: Tensor, places_of: Tensor, lower: int, upper: int, HV: int) -> int:
+    """About how many heads of documents have chunks here."""
+    return max(HV, (begins.shape[0] - 1) * HV * (upper - lower) // places_of.shape[0])
+
+
 def _chunk_states(
     given: tuple, begins: Tensor, places_of: Tensor, lower: int, upper: int, scale: float, norm: bool,
     ht: Tensor | None, before: Tensor | None, behind: Tensor | None,
@@ -226,11 +231,14 @@ def _chunk_states(
     from chunks before takes its state from ``before``, the one that goes on behind leaves it."""
     q, k, v, g, beta, state = given
     (M, HK, DK), (HV, DV), C, channels = q.shape, v.shape[1:], _chunk(q, v.shape[2]), g.ndim == 3
-    documents, chunks, places_of = begins.shape[0] - 1, upper - lower, places_of[lower:upper]
+    documents, chunks, heads = begins.shape[0] - 1, upper - lower, _heads(begins, places_of, lower, upper, HV)
+    # of ``kda``, d has a row for each token of all chunks
+    tokens = M if channels or chunks == places_of.shape[0] else chunks * C
+    places_of = places_of[lower:upper]
     new, fp32, split = q.new_empty, dict(dtype=torch.float32), not _precise(q)
     Q, P = (new(chunks, HV, 1 + split, C, C) for _ in range(2))
     factors, norms = new(chunks, HV, 6, C, **fp32), new(chunks, HK, 4 if channels else 2, C, **fp32)
-    S, d = new(chunks, HV, DK, DV), new(1 + split, M, HV, DV)
+    S, d = new(chunks, HV, DK, DV), new(1 + split, tokens, HV, DV)
     group = dict(GROUP=HV // HK, C=C, DK=DK)
     sq, sk, sv = q.stride(0), k.stride(0), v.stride(0)
     args: tuple[Any, ...]
@@ -245,13 +253,14 @@ def _chunk_states(
     else:
         how = dict(NORM=norm, **_tile("prepare", q, DV))
         launch(_prepare, grid, q, k, g, beta, places_of, *outs, sq, sk, HK, scale, **group, **how)
-    how = dict(SPLIT=split, DV=DV, TMA=_by_tma(q, k, v), **_tile("states", q, DV, documents * HV))
+    how = dict(SPLIT=split, DV=DV, TMA=_by_tma(q, k, v), **_tile("states", q, DV, heads))
     values, width = how["BLOCK_V"], how["BLOCK_K"]
     (kb,) = _blocks(how["TMA"], C, width, k if decayed is None else _matrix(decayed))
     (vb,) = _blocks(how["TMA"], C, values, v)
     (Qb,), (Sb,) = _blocks(how["TMA"], C, C, _matrix(Q)), _blocks(how["TMA"], width, values, _matrix(S))
-    grid, args = (documents * HV * (DV // values),), (Sb, d[0], d[1] if split else None, ht, before, behind, sk, sv)
-    launch(_states, grid, factors, last, kb, vb, Qb, begins, state, *args, lower, upper, HV, **group, **how)
+    grid, ends = (documents * HV * (DV // values),), (ht, before, behind)
+    args = state, Sb, d[0], d[1] if split else None, *ends, sk, sv, lower, upper, HV
+    launch(_states, grid, factors, last, kb, vb, Qb, begins, places_of, *args, **group, **how)
     return [Q, P, factors, norms, S, d, *(t for t in (decayed, last) if t is not None)]
 
 
@@ -305,7 +314,7 @@ def gated_delta_rule_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
     begins, places_of, carries, *kept = saved
-    (M, HK, DK), (HV, DV), C, documents = q.shape, v.shape[1:], _chunk(q, v.shape[2]), begins.shape[0] - 1
+    (_, HK, DK), (HV, DV), C, documents = q.shape, v.shape[1:], _chunk(q, v.shape[2]), begins.shape[0] - 1
     # without a gradient, only the final state has one
     q, k, v, do = map(_dense, (q, k, v, v.new_zeros(v.shape) if do is None else do))
     dfinal = None if dfinal is None else dfinal.contiguous()
@@ -344,10 +353,11 @@ def gated_delta_rule_bwd(
             launch(_kda_queries, (chunks * HV,), g, *args, NORM=norm, **own, **c)
         elif needed[0] or through_keys:
             c = _tile("queries", q, DV)
-            args = q, k, *blocks(c, [do, all_of_d], [S]), norms, places, dq, sums, N, *strides, HK, M, scale
+            args = q, k, *blocks(c, [do, all_of_d], [S]), norms, places, dq, sums, N, *strides, HK, d.shape[1], scale
             launch(_queries, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
         dS = torch.empty_like(S) if through_states else S
-        c = _tile("kda_dstates" if channels else "dstates", q, DV, documents * HV)
+        heads = _heads(begins, places_of, lower, upper, HV)
+        c = _tile("kda_dstates" if channels else "dstates", q, DV, heads)
         slices = DV // c["BLOCK_V"]
         sums_of_slices = q.new_empty(chunks, HV, slices, 2, C, **fp32)
         if through_states:
@@ -355,7 +365,7 @@ def gated_delta_rule_bwd(
             qk, QP = _blocks(group["TMA"], C, c["BLOCK_K"], q, k), _blocks(group["TMA"], C, C, _matrix(Q), _matrix(P))
             if decayed is not None:
                 qk = 2 * _blocks(group["TMA"], C, c["BLOCK_K"], _matrix(decayed))
-            args = *qk, dob, db, *QP, begins, dfinal, dv, sums_of_slices, dSb, dstate if needed[5] else None
+            args = *qk, dob, db, *QP, begins, places, dfinal, dv, sums_of_slices, dSb, dstate if needed[5] else None
             _, _, to, come = _part(part, parts, places_of.shape[0], back)
             args = *args, come, to, *strides, lower, upper, HV
             launch(_dstates, (documents * HV * slices,), factors, last, *args, **group, **c)
@@ -367,7 +377,7 @@ def gated_delta_rule_bwd(
             launch(_kda_keys, (chunks * HV,), sums[1], *args, NORM=norm, SLICES=slices, **own, **c)
         elif through_keys:
             c = _tile("keys", q, DV)
-            args = q, k, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, N, places, dk, *strides[:2], HK, M
+            args = q, k, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, N, places, dk, *strides[:2], HK, d.shape[1]
             launch(_keys, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
             args, how = (sums_of_slices, places, dg, dbeta, HV), dict(SLICES=slices, C=C, BLOCK=8, num_warps=4)
             launch(_gates, (chunks, cdiv(HV, 8)), sums, *args, **how)

@@ -515,6 +515,14 @@ def _of_normalised(dx, x, r, NORM: tl.constexpr):
 
 
 @jit
+def _places_of_N(N_ptr, row, hk, h, HK, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the matrix of a chunk and of a head of values lies, by rows of tokens: in the place of
+    dk, if that has room for all heads that share a head of keys."""
+    i = tl.arange(0, C)
+    return N_ptr + (row + i).to(tl.int64)[:, None] * (HK * WIDTH) + (hk * WIDTH + h * C + i)[None, :]
+
+
+@jit
 def _inner(x, y, C: tl.constexpr, PRECISION: tl.constexpr):
     """The products of rows of x and y, from one of matrices: registers have no room for y."""
     i = tl.arange(0, C)
@@ -528,6 +536,7 @@ def _queries(
     sq, sk, sdo, HK, tokens, scale,
     GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One chunk and one head of keys: dq, the part of dg that comes through q, and for ``_keys``
     the operand N with the factors of q. ``d_ptr`` has ``tokens`` rows, and as many of their low parts."""
@@ -570,7 +579,7 @@ def _queries(
                     N = tl.dot(do, tl.trans(d_low), N, input_precision=PRECISION)
             # what d has behind the last token may be no number
             N = tl.where((i[:, None] >= i[None, :]) & live[:, None], N * _decays(G, low, C, SPLIT), 0.0) * scale
-            tl.store(N_ptr + at * (C * C) + i[:, None] * C + i[None, :], (N * rq[:, None]).to(DT))
+            tl.store(_places_of_N(N_ptr, row, hk, h, HK, C, WIDTH), (N * rq[:, None]).to(DT), mask=live[:, None])
             W = N * tl.dot(q, tl.trans(k), input_precision=PRECISION) * (rq[:, None] * rk[None, :])
             W = tl.where(i[:, None] > i[None, :], W, 0.0)
             sums = tl.where(live, inner, 0.0) + tl.sum(W, 1) - tl.sum(W, 0)
@@ -591,6 +600,7 @@ def _keys(
     sq, sk, HK, tokens,
     GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One chunk and one head of keys: dk, and for ``_gates`` the parts of dg that come through k."""
     n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
@@ -635,7 +645,7 @@ def _keys(
             # one of the two is zero
             both = (M * rk[None, :]).to(DT) + tl.trans((M * rk[:, None]).to(DT))
             dk = tl.dot(both, k, dk, input_precision=PRECISION)
-            N = _tile(N_ptr, (n * HV + hv) * C, 0, 0, ALL, C, C, C, C, False)
+            N = tl.load(_places_of_N(N_ptr, row, hk, h, HK, C, WIDTH), mask=live[:, None], other=0.0)
             dk = tl.dot(tl.trans(N), q, dk, input_precision=PRECISION)
             part = tl.zeros((C, BLOCK_K), tl.float32)
             carried = tl.zeros((BLOCK_K,), tl.float32)

@@ -314,7 +314,7 @@ def gated_delta_rule_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
     begins, places_of, carries, *kept = saved
-    (_, HK, DK), (HV, DV), C, documents = q.shape, v.shape[1:], _chunk(q, v.shape[2]), begins.shape[0] - 1
+    (M, HK, DK), (HV, DV), C, documents = q.shape, v.shape[1:], _chunk(q, v.shape[2]), begins.shape[0] - 1
     # without a gradient, only the final state has one
     q, k, v, do = map(_dense, (q, k, v, v.new_zeros(v.shape) if do is None else do))
     dfinal = None if dfinal is None else dfinal.contiguous()
@@ -330,6 +330,9 @@ def gated_delta_rule_bwd(
         tokens = _blocks(group["TMA"], C, c["BLOCK_V"], *of_tokens)
         return *tokens, *_blocks(group["TMA"], c["BLOCK_K"], c["BLOCK_V"], *map(_matrix, of_states))
 
+    # until a program has its rows of dk, N lies there
+    width = max(DK, HV // HK * C)
+    N = dk if width == DK and not channels else q.new_empty(0 if channels else M, HK, width)
     through_states, through_keys = any(needed[1:]), needed[1] or needed[3] or needed[4]
     parts = carries.shape[0] + 1
     back = torch.empty_like(carries)
@@ -345,7 +348,8 @@ def gated_delta_rule_bwd(
         chunks, places, all_of_d = upper - lower, places_of[lower:upper], d.flatten(0, 1)
         # of ``kda``, what dg has through q, and running sums of g
         sums = q.new_empty(2, chunks, HV, C, DK, **fp32) if channels else q.new_empty(chunks, HV, 3, C, **fp32)
-        N = q.new_empty(chunks, HV, C, C, dtype=torch.float32 if channels else q.dtype)
+        if channels:
+            N = q.new_empty(chunks, HV, C, C, **fp32)
         if channels and (needed[0] or through_keys):
             c = _tile("kda_queries", q, DV)
             dob, *db, Sb = blocks(c, [do, *d], [S])
@@ -354,7 +358,7 @@ def gated_delta_rule_bwd(
         elif needed[0] or through_keys:
             c = _tile("queries", q, DV)
             args = q, k, *blocks(c, [do, all_of_d], [S]), norms, places, dq, sums, N, *strides, HK, d.shape[1], scale
-            launch(_queries, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
+            launch(_queries, (chunks * HK,), factors, *args, NORM=norm, WIDTH=width, **group, **c)
         dS = torch.empty_like(S) if through_states else S
         heads = _heads(begins, places_of, lower, upper, HV)
         c = _tile("kda_dstates" if channels else "dstates", q, DV, heads)
@@ -378,7 +382,7 @@ def gated_delta_rule_bwd(
         elif through_keys:
             c = _tile("keys", q, DV)
             args = q, k, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, N, places, dk, *strides[:2], HK, d.shape[1]
-            launch(_keys, (chunks * HK,), factors, *args, NORM=norm, **group, **c)
+            launch(_keys, (chunks * HK,), factors, *args, NORM=norm, WIDTH=width, **group, **c)
             args, how = (sums_of_slices, places, dg, dbeta, HV), dict(SLICES=slices, C=C, BLOCK=8, num_warps=4)
             launch(_gates, (chunks, cdiv(HV, 8)), sums, *args, **how)
     found = (t if need else q.new_empty(0, dtype=t.dtype) for t, need in zip((dq, dk, dv, dg, dbeta), needed))

@@ -121,8 +121,8 @@ TILES = {
     "queries": (64, 4, 3),
     "keys": (64, 4, 2),
 }
-# the two loops over chunks, if all processors have a program of theirs with as many values (4 x 2048
-# tokens: 275 -> 158 and 341 -> 248 us)
+# the two loops over chunks, if nine in ten processors have a program of theirs with as many values (4 x
+# 2048 tokens: 275 -> 158 and 341 -> 248 us)
 MANY = {"states": (64, 4, 2), "dstates": (64, 4, 2)}
 
 
@@ -143,7 +143,7 @@ def _chunk(q: Tensor, DV: int) -> int:
 def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
     """The meta parameters of a kernel, for so many heads of values of all documents."""
     arch = launch_config.arch()
-    many = kernel in MANY and heads * DV >= 64 * launch_config.processors()
+    many = kernel in MANY and 10 * heads * DV >= 9 * 64 * launch_config.processors()
     values, warps, stages = (MANY if many else TILES)[kernel]
     if arch == "cpu" or arch.startswith("gfx") or _precise(q):
         values, warps, stages = min(values, 32), 4, 1

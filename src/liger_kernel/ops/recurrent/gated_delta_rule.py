@@ -289,8 +289,8 @@ def gated_delta_rule_fwd(
     parts = 1 if keep else _parts(chunks, HV, DK, DV, q.itemsize)
     carries = new(parts - 1, HV, DK, DV, dtype=torch.float32)
     given, saved = (q, k, v, g, beta, state), []
-    # without a loop over symbols
-    for part in range(parts if keep or not tracing(q) else 0):
+
+    def of_part(part: int) -> list[Tensor]:
         lower, upper, *carried = _part(part, parts, chunks, carries)
         saved = _chunk_states(given, begins, places_of, lower, upper, scale, norm, ht if final else None, *carried)
         if output:
@@ -301,7 +301,12 @@ def gated_delta_rule_fwd(
             grid, queries = ((upper - lower) * HV * (DV // how["BLOCK_V"]),), of_channels[0] if channels else q
             of_values = P, S, d[0], d[1] if len(d) > 1 else None
             launch(_outputs, grid, factors, queries, *of_values, places_of[lower:upper], o, q.stride(0), HV, **how)
-    return o, ht, [begins, places_of, carries, *(saved if keep else [])]
+        return saved
+
+    # without a loop over symbols; what a part made goes before the next part
+    for part in range(parts if keep or not tracing(q) else 0):
+        saved = of_part(part) if keep else of_part(part)[:0]
+    return o, ht, [begins, places_of, carries, *saved]
 
 
 @launcher(
@@ -332,13 +337,13 @@ def gated_delta_rule_bwd(
 
     # until a program has its rows of dk, N lies there
     width = max(DK, HV // HK * C)
-    N = dk if width == DK and not channels else q.new_empty(0 if channels else M, HK, width)
+    of_pairs = dk if width == DK else q.new_empty(M, HK, width)
     through_states, through_keys = any(needed[1:]), needed[1] or needed[3] or needed[4]
     parts = carries.shape[0] + 1
     back = torch.empty_like(carries)
-    args: tuple[Any, ...]
-    # from the last part to the first, without a loop over symbols
-    for part in reversed(range(0 if tracing(q) else parts)):
+
+    def of_part(part: int) -> None:
+        args: tuple[Any, ...]
         lower, upper, before, _ = _part(part, parts, places_of.shape[0], carries)
         made = kept or _chunk_states(
             (q, k, v, g, beta, state), begins, places_of, lower, upper, scale, norm, None, before, None
@@ -348,8 +353,7 @@ def gated_delta_rule_bwd(
         chunks, places, all_of_d = upper - lower, places_of[lower:upper], d.flatten(0, 1)
         # of ``kda``, what dg has through q, and running sums of g
         sums = q.new_empty(2, chunks, HV, C, DK, **fp32) if channels else q.new_empty(chunks, HV, 3, C, **fp32)
-        if channels:
-            N = q.new_empty(chunks, HV, C, C, **fp32)
+        N = q.new_empty(chunks, HV, C, C, **fp32) if channels else of_pairs
         if channels and (needed[0] or through_keys):
             c = _tile("kda_queries", q, DV)
             dob, *db, Sb = blocks(c, [do, *d], [S])
@@ -385,6 +389,10 @@ def gated_delta_rule_bwd(
             launch(_keys, (chunks * HK,), factors, *args, NORM=norm, WIDTH=width, **group, **c)
             args, how = (sums_of_slices, places, dg, dbeta, HV), dict(SLICES=slices, C=C, BLOCK=8, num_warps=4)
             launch(_gates, (chunks, cdiv(HV, 8)), sums, *args, **how)
+
+    # from the last part to the first, without a loop over symbols
+    for part in reversed(range(0 if tracing(q) else parts)):
+        of_part(part)
     found = (t if need else q.new_empty(0, dtype=t.dtype) for t, need in zip((dq, dk, dv, dg, dbeta), needed))
     return *found, dstate
 

@@ -151,6 +151,9 @@ def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
     # stages would not fit into the shared memory of all
     elif arch != "sm90" and kernel.endswith("states"):
         values, warps, stages = 32, 8, 2
+    # heads of 256 on GPUs with 99 KiB
+    elif kernel == "queries" and launch_config.shared_memory() < 2**17:
+        stages = 2
     # values go into slices of one size
     while DV % values:
         values //= 2

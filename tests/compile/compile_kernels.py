@@ -326,7 +326,8 @@ def unset_registers(sass: str) -> list[str]:
     for name, to, _, given in line.findall(sass):
         found += [f"{name} {to}, {given}".strip() for _ in set(re.findall(r"\bUR\d+", given)) - known]
         known |= {to, f"UR{int(to[2:]) + 1}"} if re.search(r"64|WIDE", name) else {to}
-    return found
+    # or, where it has moved descriptors to other registers, from the stack pointer
+    return found + re.findall(r"\*/ +(IADD3(?:\.X)? R(?!1,)\d+, (?:P\d, )?R1, [^;]*)", sass)
 
 
 def known() -> dict[tuple[str, ...], dict]:

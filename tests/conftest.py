@@ -7,6 +7,7 @@ import json
 import os
 
 import interpreted  # noqa: F401
+import numpy
 import processes
 import pytest
 from skipped import Skips
@@ -34,6 +35,20 @@ def once(tmp_path_factory):
         return json.loads(said.read_text())
 
     return call
+
+
+@pytest.fixture
+def exact_dots(monkeypatch) -> None:
+    """Rows of products in the interpreter do not depend on their places: NumPy's do in fp32, with
+    some processors."""
+    stock, wide = numpy.matmul, numpy.float64
+
+    def matmul(a, b, dtype=None):
+        return (
+            stock(a.astype(wide), b.astype(wide)).astype(dtype) if dtype == numpy.float32 else stock(a, b, dtype=dtype)
+        )
+
+    monkeypatch.setattr(numpy, "matmul", matmul)
 
 
 @pytest.fixture

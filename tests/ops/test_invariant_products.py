@@ -15,6 +15,7 @@ from liger_kernel.ops._core.invariance import is_invariant
 from liger_kernel.ops.losses.divergence import probabilities
 from liger_kernel.ops.projections import invariant_products
 
+pytestmark = pytest.mark.usefixtures("exact_dots")
 PARTS = ((0, 1), (3, 9), (5, 36), (36, 37), (1, 37))
 
 
@@ -41,7 +42,9 @@ def products(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     out = torch.mm(total, b, out=x.new_empty(0))
     scaled = torch.addmm(out.new_empty(()), y.detach(), b, beta=0, alpha=2.0)
     batch = torch.bmm(x.detach()[:, None], w.t().expand(len(x), -1, -1))[:, 0]
-    return [y.detach(), x.grad, total, out, scaled, batch]
+    of_vector = torch.addmv(total[:, 0], x.detach(), w[0], beta=0.5, alpha=2.0)
+    vector = [x.detach() @ w[0], of_vector, total[:, 1].clone().addmv_(x.detach(), w[1])]
+    return [y.detach(), x.grad, total, out, scaled, batch, *vector]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,11 +76,24 @@ def test_products_of_the_vendor_in_pieces(monkeypatch, dtype):
             torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-4 if dtype == torch.bfloat16 else 1e-4)
 
 
-def test_attention_of_pytorch_is_refused():
+def scaled_mm(q: torch.Tensor) -> torch.Tensor:
+    a, one = torch.zeros(16, 16, device=DEVICE).to(torch.float8_e4m3fn), torch.ones((), device=DEVICE)
+    return torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "call, what",
+    [
+        (lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True), "attention must sum in an order of its"),
+        (scaled_mm, "a product in FP8 must sum in an order of its"),
+        (lambda q: torch.native_dropout(q, 0.5, True), "dropout must be off"),
+    ],
+)
+def test_operators_of_pytorch_are_refused(call, what):
     q = draw(1, 2, 5, 8)
-    with batch_invariant(), pytest.raises(ValueError, match="batch_invariant: attention must sum in an order of its"):
-        F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    with batch_invariant(), pytest.raises(ValueError, match=f"batch_invariant: {what}"):
+        call(q)
+    call(q)
 
 
 def attention(heads: list[torch.Tensor], window: int | None, **keys: torch.Tensor) -> list[torch.Tensor]:

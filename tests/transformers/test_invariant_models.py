@@ -6,18 +6,42 @@ import weakref
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    Gemma2Config,
+    Gemma3nTextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PhimoeConfig,
+    Qwen3MoeConfig,
+)
 
 from liger_kernel.ops import linear_logprobs
 from liger_kernel.ops._core.invariance import is_invariant
+from liger_kernel.parallel import parallelize
 from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
 from liger_kernel.transformers import apply_liger_kernel_to_llama, restore
 
+pytestmark = pytest.mark.usefixtures("exact_dots")
 SIZES = dict(
     hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=96, head_dim=16,
 )  # fmt: skip
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+GEMMA3N = dict(
+    vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, num_kv_shared_layers=0, laurel_rank=4,
+    layer_types=["full_attention"] * 2, activation_sparsity_pattern=[0.0, 0.0],
+)  # fmt: skip
+DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+NEVER = [
+    (LlamaConfig, dict(rope_parameters=DYNAMIC), "LlamaForCausalLM cannot be so: rope of the kind dynamic"),
+    (GPT2Config, dict(resid_pdrop=0.1), r"drop \(Dropout\) cannot be so: it draws .*: p must be 0, got 0.1"),
+    (MixtralConfig, dict(EXPERTS, router_jitter_noise=0.5), "it draws .*: router_jitter_noise must be 0, got 0.5"),
+    (PhimoeConfig, EXPERTS, "router .* it draws"),
+    (Gemma3nTextConfig, GEMMA3N, "altup .* its means"),
+]
 LENGTHS = [3, 17, 9]
 
 
@@ -95,6 +119,9 @@ def test_what_is_refused():
         apply_liger_kernel_to_llama(batch_invariant=True)
     with pytest.raises(ValueError, match="batch_invariant: sdpa does not serve gemma2"):
         patch(make(Gemma2Config), batch_invariant=True)
+    for config, more, why in NEVER:
+        with pytest.raises(ValueError, match=rf"batch_invariant: .*{why}"):
+            patch(make(config, **more), batch_invariant=True)
     model = make(attention_dropout=0.5)
     patch(model, batch_invariant=True)
     with pytest.raises(ValueError, match="layer 0's LlamaAttention must have no dropout"):
@@ -113,3 +140,37 @@ def test_the_switch_is_held_by_models():
     gc.collect()
     assert gone() is None, [(type(r), str(r)[:300]) for r in gc.get_referrers(gone())]
     assert not is_invariant()
+
+
+def test_nobody_compiles_it():
+    """Neither the caller, all or a layer of it, nor ``generate`` by itself."""
+    model, ids = make(), torch.ones(1, 3, dtype=torch.long)
+    patch(model, batch_invariant=True)
+    with pytest.raises(ValueError, match=r"the model must run uncompiled, got torch\.compile"):
+        torch.compile(model, backend="eager")(ids)
+    layer = model.model.layers[0]
+    layer.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"the model must run uncompiled, got torch\.compile"):
+        model(ids)
+    layer._compiled_call_impl = None
+    compiled = CompileConfig()
+    compiled._compile_all_devices = True  # as on a GPU
+    static = dict(max_new_tokens=2, cache_implementation="static", eos_token_id=None, compile_config=compiled)
+    with pytest.raises(ValueError, match="batch_invariant: generate must run uncompiled, got a compile_config"):
+        model.generate(ids, **static)
+    assert model.generate(ids, **static, disable_compile=True).shape == (1, 5)
+    restore(model)
+    assert "_valid_auto_compile_criteria" not in vars(model)
+
+
+def test_ranks_have_whole_rows():
+    model = make()
+    model.config._attn_implementation_internal = "ulysses_sdpa"
+    with pytest.raises(ValueError, match="batch_invariant: ranks must have whole rows, got mode ulysses"):
+        patch(model, batch_invariant=True)
+    model = make()
+    patch(model, batch_invariant=True)
+    for mode in ("tp", "ulysses", "ulysses-fsdp2"):
+        with pytest.raises(ValueError, match=f"mode must be none, ddp or fsdp2 with batch invariance, got {mode}"):
+            parallelize(model, mode)
+    del model

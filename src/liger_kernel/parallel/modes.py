@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from liger_kernel.ops._core.invariance import is_invariant
 from liger_kernel.parallel.distributed import (
     ColwiseParallel,
     CPUOffloadPolicy,
@@ -138,6 +139,8 @@ def parallelize(
         raise ValueError(f"parallelize: mode must be one of {MODES}, got {mode!r}")
     if cpu_offload and ULYSSES.get(mode, mode) != "fsdp2":
         raise ValueError(f"parallelize: cpu_offload needs mode fsdp2 or ulysses-fsdp2, got {mode}")
+    if is_invariant() and mode not in ("none", "ddp", "fsdp2"):
+        raise ValueError(f"parallelize: mode must be none, ddp or fsdp2 with batch invariance, got {mode}")
     if mode == "none":
         return Parallel(model, model, mode)
     device = next(model.parameters()).device

@@ -55,7 +55,14 @@ def _cached(arguments: dict[str, Any]) -> LazyMask | None:
     return LazyMask(keys, arguments["batch_size"], length, torch.bool, arguments["device"])
 
 
+@torch.compiler.disable  # an exception that it traces is one more reason to run the rest as it is
+def _refuse_compiled() -> None:
+    raise ValueError("batch_invariant: the model must run uncompiled, got torch.compile")
+
+
 def _mask(**arguments: Any) -> Tensor:
+    if torch.compiler.is_compiling():
+        _refuse_compiled()
     mask = lazy(arguments, torch.bool)
     mask = _cached(arguments) if mask is None else mask
     if mask is None:
@@ -70,6 +77,8 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
+    if torch.compiler.is_compiling():
+        _refuse_compiled()
     keys, shape = known(attention_mask), (query.shape[0], query.shape[2])
     if attention_mask is None:
         keys = VisibleKeys(more.get("sliding_window"), _first(more.get("cu_seq_lens_q"), shape, query.device))
@@ -117,6 +126,7 @@ AttentionMaskInterface.register(NAME, _mask)
 # model -> what lets it go: the garbage collector may, too
 _held: weakref.WeakKeyDictionary[nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
 _BEFORE = "_liger_attention"  # attribute of a configuration: its attention before
+_COMPILES = "_valid_auto_compile_criteria"  # method of Transformers' models
 
 
 def hold(model: nn.Module) -> None:
@@ -126,6 +136,8 @@ def hold(model: nn.Module) -> None:
         return
     text = _text(model)
     before = text._attn_implementation
+    if "ulysses" in str(before):
+        raise ValueError("batch_invariant: ranks must have whole rows, got mode ulysses")
     if others := {*(getattr(text, "layer_types", None) or ())} - _LAYERS:
         raise ValueError(f"batch_invariant: layers of {text.model_type} must be attention, got {min(others)}")
     if not _has_sinks(model) and (why := attention.use(model, NAME)):
@@ -133,6 +145,17 @@ def hold(model: nn.Module) -> None:
     turn(1)
     _held[model] = weakref.finalize(model, turn, -1)
     vars(text)[_BEFORE] = before
+    for m in model.modules():
+        if hasattr(m, _COMPILES):
+            vars(m)[_COMPILES] = _compiles
+
+
+def _compiles(_: Any, plan: Any) -> bool:
+    """Whether ``generate`` compiles the steps behind a prompt, as it does by itself with a static
+    cache: never, as they would be another arithmetic than the prompt's."""
+    if plan.compile_config is not None and not plan.disable_compile:
+        raise ValueError("batch_invariant: generate must run uncompiled, got a compile_config")
+    return False
 
 
 def _text(model: Any) -> Any:
@@ -150,4 +173,6 @@ def release(model: nn.Module | Any) -> None:
         if (let_go := _held.pop(each, None)) is not None:
             text = _text(each)
             text._attn_implementation = vars(text).pop(_BEFORE)
+            for m in each.modules():
+                vars(m).pop(_COMPILES, None)
             let_go()

@@ -202,7 +202,7 @@ def _keeps_bits(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, 
     across = b.stride(1) if by_k else b.stride(0)
     if 1 not in b.stride() or N % size or K % size or across % size or (a.data_ptr() | b.data_ptr()) % 16:
         return False  # the vendor's kernel may depend on where a row begins
-    key = a.get_device(), a.dtype, y.dtype, N, K, by_k, None if c is None else (c.ndim, beta == 0)
+    key = a.get_device(), a.dtype, y.dtype, N, K, by_k, across, None if c is None else (c.ndim, beta == 0)
     if key not in _known:
         # a recorded graph computes nothing yet, so that nobody can look
         _known[key] = not torch.cuda.is_current_stream_capturing() and _tried(run, a, b, c, y.dtype)
@@ -290,17 +290,36 @@ def _bmm(name: str, key: str) -> Callable[..., Any]:
     return product
 
 
-def _refused(name: str, key: str) -> Callable[..., Any]:
-    what = "experts" if "grouped" in name else "attention"
-    own = "a model that is patched with batch_invariant=True has ours"
-    stock = kernel_of(name, key) if "grouped" in name else None
+def _mv(name: str, key: str) -> Callable[..., Any]:
+    """A product of a matrix and a vector: of one column."""
+    stock = kernel_of(name, key)
 
-    def refuse(*args: Any, **more: Any) -> Any:
-        if stock is not None and is_over_tokens():
-            return stock(*args, **more)
-        raise ValueError(f"batch_invariant: {what} must sum in an order of its own, got aten::{name}: {own}")
+    def product(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, **into: Tensor) -> Tensor:
+        if _is_free(a, b):
+            return stock(c, a, b, beta=beta, alpha=alpha, **into)
+        y = c if name == "addmv_" else into["out"] if into else a.new_empty(0)
+        if y.shape != a.shape[:1]:
+            y.resize_(a.shape[0])
+        return _combined(torch.mm(a, b[:, None])[:, 0], c, beta, alpha, y)
 
-    return refuse
+    return product
+
+
+def _refused(what: str) -> Callable[[str, str], Callable[..., Any]]:
+    def make(name: str, key: str) -> Callable[..., Any]:
+        stock = kernel_of(name, key) if "_mm" in name else None
+
+        def refuse(*args: Any, **more: Any) -> Any:
+            if stock is not None and is_over_tokens():
+                return stock(*args, **more)
+            raise ValueError(f"batch_invariant: {what}, got aten::{name}")
+
+        return refuse
+
+    return make
+
+
+_ORDER = "must sum in an order of its own, as in a model that is patched with batch_invariant=True"
 
 
 _PRODUCTS = ("", ".out", ".dtype", ".dtype_out")
@@ -309,6 +328,7 @@ _OPERATORS: dict[str, Callable[[str, str], Callable[..., Any]]] = {
     "addmm_": _mm,
     **{f"{name}{form}": _bmm for name in ("bmm", "baddbmm") for form in ("", ".out")},
     "baddbmm_": _bmm,
+    **dict.fromkeys(("addmv", "addmv_", "addmv.out"), _mv),
     **dict.fromkeys(
         (
             "_scaled_dot_product_flash_attention",
@@ -318,9 +338,12 @@ _OPERATORS: dict[str, Callable[[str, str], Callable[..., Any]]] = {
             "_flash_attention_forward",
             "_efficient_attention_forward",
             "_safe_softmax",
-            "_grouped_mm",
         ),
-        _refused,
+        _refused(f"attention {_ORDER}"),
     ),
+    "_grouped_mm": _refused(f"experts {_ORDER}"),
+    **dict.fromkeys(("_scaled_mm", "_scaled_grouped_mm"), _refused(f"a product in FP8 {_ORDER}")),
+    # on a GPU; on a CPU, nobody can tell it from other random numbers
+    "native_dropout": _refused("dropout must be off"),
 }
 _COMPOSITE = {"_safe_softmax"}  # of no kernel for one kind of device

@@ -8,11 +8,19 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
 
 from liger_kernel import parallel
 from liger_kernel.ops._core.operator import KERNEL_DTYPES, use_kernels
+from liger_kernel.transformers.patching.other_classes import stock_class
 from liger_kernel.transformers.patching.patches import is_patched, wraps_ours
+from liger_kernel.transformers.patching.unpad import rope_of_rows
 
+_DRAWS = "it draws a token's numbers by its place in the batch"
+_OTHERS = {  # classes whose own arithmetic depends on the batch
+    "Gemma3nTextAltUp": "its means over columns are PyTorch's",
+    "PhimoeTopKRouter": _DRAWS,
+}
 _STOCK = nn.LayerNorm | nn.GroupNorm | _NormBase | nn.RMSNorm
 
 
@@ -22,6 +30,8 @@ def check(model: nn.Module, quantised: Callable[[nn.Module], bool]) -> None:
     some = next((p for p in model.parameters() if p.is_cuda and p.dtype in KERNEL_DTYPES), None)
     if some is not None and not use_kernels(some):
         raise ValueError(f"batch_invariant: kernels must run on {some.device}, got none: LIGER_KERNEL_IMPL is torch")
+    if rope := rope_of_rows(model):
+        raise ValueError(f"batch_invariant: {type(model).__name__} cannot be so: {rope}")
     for name, m in model.named_modules():
         if why := _why(m, quantised):
             raise ValueError(f"batch_invariant: {name or 'the model'} ({type(m).__name__}) cannot be so: {why}")
@@ -30,6 +40,12 @@ def check(model: nn.Module, quantised: Callable[[nn.Module], bool]) -> None:
 def _why(m: Any, quantised: Callable[[nn.Module], bool]) -> str | None:
     if isinstance(m, _ConvNd):
         return "convolutions, and recurrent layers, sum in an order that depends on the batch"
+    if isinstance(m, _DropoutNd) and m.p > 0:
+        return f"{_DRAWS}: p must be 0, got {m.p:g}"
+    if getattr(m, "jitter_noise", 0):
+        return f"{_DRAWS}: router_jitter_noise must be 0, got {m.jitter_noise:g}"
+    if why := _OTHERS.get(stock_class(m).__name__):
+        return why
     if type(m).__module__.startswith("torch._dynamo") or vars(m).get("_compiled_call_impl"):
         return "it is compiled"
     if parallel.is_linear(m) and parallel.is_tensor_parallel(m):

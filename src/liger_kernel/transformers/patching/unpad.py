@@ -392,10 +392,13 @@ def unknown_code(model: Any) -> str:
         type(m).__module__.startswith("torch._dynamo") or vars(m).get("_compiled_call_impl") for m in model.modules()
     ):
         return "its layers are compiled"
+    return rope_of_rows(model)
+
+
+def rope_of_rows(model: Any) -> str:
+    """Why positions of a row depend on the longest one of its batch, if they do."""
     rope = re.search("dynamic|longrope", str([_config(model, n) for n in ("rope_parameters", "rope_scaling")]))
-    if rope:
-        return f"rope of the kind {rope[0]} depends on the length of padded rows"
-    return ""
+    return f"rope of the kind {rope[0]} depends on the length of padded rows" if rope else ""
 
 
 def _reason_of(model: Any) -> str:

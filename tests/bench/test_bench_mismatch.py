@@ -13,6 +13,7 @@ from liger_kernel.bench import mismatch
 from liger_kernel.bench.mismatch import ScoredRows, compare
 from liger_kernel.train.mistakes import UserError
 
+pytestmark = pytest.mark.usefixtures("exact_dots")
 SMALL = ["--prompt", "5", "--new", "4", "--answers", "3", "--batch", "1,3", "--train-batch", "2"]
 MIXTURE = dict(
     model_type="qwen3_moe", hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,

@@ -12,6 +12,7 @@ from liger_kernel import batch_invariant
 from liger_kernel.ops import fused_add_rms_norm, glu, linear_logprobs, rms_norm, sink_attention
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops._core.invariance import is_invariant
+from liger_kernel.ops.attention.sink_attention import documents, later_attention
 from liger_kernel.ops.losses.divergence import probabilities
 from liger_kernel.ops.projections import invariant_products
 
@@ -42,9 +43,10 @@ def products(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
     out = torch.mm(total, b, out=x.new_empty(0))
     scaled = torch.addmm(out.new_empty(()), y.detach(), b, beta=0, alpha=2.0)
     batch = torch.bmm(x.detach()[:, None], w.t().expand(len(x), -1, -1))[:, 0]
+    apart = torch.cat((total, total), 1)[:, :64].addmm_(x.detach(), w.t())
     of_vector = torch.addmv(total[:, 0], x.detach(), w[0], beta=0.5, alpha=2.0)
     vector = [x.detach() @ w[0], of_vector, total[:, 1].clone().addmv_(x.detach(), w[1])]
-    return [y.detach(), x.grad, total, out, scaled, batch, *vector]
+    return [y.detach(), x.grad, total, out, scaled, batch, apart, *vector]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -63,11 +65,12 @@ def test_products(dtype):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU chooses by itself")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_of_the_vendor_in_pieces(monkeypatch, dtype):
-    """As a GPU computes them: pieces with so many rows, and few rows filled up."""
+@pytest.mark.parametrize("most, dtype", [(16, torch.float32), (16, torch.bfloat16), (64, torch.float32)])
+def test_products_of_the_vendor_in_pieces(monkeypatch, most, dtype):
+    """As a GPU computes them: pieces with so many rows, and few rows filled up; or all rows at once."""
     monkeypatch.setattr(invariant_products, "_way", lambda *args: "vendor")
-    monkeypatch.setattr(invariant_products, "_most", lambda N: 16)
+    monkeypatch.setattr(invariant_products, "_keeps_bits", lambda *args: True)  # with rows apart, too
+    monkeypatch.setattr(invariant_products, "_most", lambda N: most)
     monkeypatch.setattr(invariant_products, "_LEAST", 8)
     x, dy = draw(37, 96, dtype=dtype), draw(37, 64, dtype=dtype)
     stock = products(x, dy)
@@ -132,6 +135,22 @@ def test_attention(window, dtype):
     assert attention_differs(window, dtype) > 0
     with batch_invariant():
         assert attention_differs(window, dtype) == 0
+
+
+@pytest.mark.parametrize("window", [None, 19])
+def test_attention_of_later_tokens(window):
+    """As a cache has them: those of the last tokens alone."""
+    torch.manual_seed(0)
+    q, k, v = (draw(2, h, 70, 16, dtype=torch.bfloat16) for h in (4, 2, 2))
+    sinks, valid = torch.full((4,), -1e30, device=DEVICE), torch.ones(2, 70, dtype=torch.bool, device=DEVICE)
+    valid[1, :3] = False
+    with batch_invariant():
+        whole = sink_attention(q, k, v, sinks, window=window, valid=valid)
+        made = documents(2, 70, q.device, None, valid)
+        for at, count in ((0, 5), (33, 1), (60, 7)):
+            some = q[:, :, at : at + count]
+            found = later_attention(some, k, v, sinks, window, made, valid, torch.tensor(at, device=DEVICE), 0.25)
+            assert torch.equal(found, whole[:, :, at : at + count])
 
 
 def test_log_probabilities():

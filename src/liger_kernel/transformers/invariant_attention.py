@@ -10,6 +10,7 @@ without its padding, or a part of a packed row. What those kernels do not comput
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from typing import Any
 
@@ -17,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from liger_kernel.ops.attention.sink_attention import MAX_D, sink_attention
+from liger_kernel.ops._core.operator import use_kernels
+from liger_kernel.ops.attention.sink_attention import (
+    MAX_D,
+    LigerSinkAttentionFunction,
+    documents,
+    later_attention,
+    sink_attention,
+)
 from liger_kernel.ops.projections.invariant_products import turn
 from liger_kernel.transformers import attention
 from liger_kernel.transformers.lazy_mask import LazyMask, VisibleKeys, known, lazy, visible_keys
@@ -25,6 +33,7 @@ from liger_kernel.transformers.lazy_mask import LazyMask, VisibleKeys, known, la
 NAME = "liger_invariant"
 _LAYERS = {"full_attention", "sliding_attention"}  # kinds that configurations name
 _NO_SINK = -1e30  # a score that adds nothing to any sum
+_DOCUMENTS = "documents"
 
 
 def _refuse(module: Any, what: str, got: Any) -> ValueError:
@@ -37,7 +46,7 @@ class CachedKeys(VisibleKeys):
     """What the tokens of a cache see. Queries are of those from ``start`` on, which the host never
     reads."""
 
-    start: Tensor | int = 0
+    start: Tensor = dataclasses.field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
 
 
 def _cached(arguments: dict[str, Any]) -> LazyMask | None:
@@ -86,25 +95,52 @@ def _attend(
         raise _refuse(module, "a mask that nobody has made", type(attention_mask).__name__)
     if more.pop("is_causal", None) is False or not getattr(module, "is_causal", True):
         raise _refuse(module, "causal attention", "both directions")
-    at = None
-    if isinstance(keys, CachedKeys):
-        # in blocks with the same tokens as without a cache: queries of earlier ones are computed in
-        # vain
-        at = keys.start + torch.arange(shape[1], device=query.device)
-        query = query.new_zeros(*query.shape[:2], key.shape[2], query.shape[3]).index_copy_(2, at, query)
-    if key.shape[2] != query.shape[2] or value.shape != key.shape or not query.shape[3] <= MAX_D:
+    start = keys.start if isinstance(keys, CachedKeys) else None
+    if (key.shape[2] != query.shape[2] and start is None) or value.shape != key.shape or not query.shape[3] <= MAX_D:
         got = f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         raise _refuse(module, f"as many keys as queries, and heads of one width up to {MAX_D}", got)
     sinks = more.pop("s_aux", None)
     if attention.is_more_than_softmax({**more, "dropout": dropout, "scaling": scaling}):
         raise _refuse(module, "no dropout, softcap or bias", "some")
     query, key, value = (attention.cast(t) for t in (query, key, value))
-    sinks = query.new_full((query.shape[1],), _NO_SINK, dtype=torch.float32) if sinks is None else sinks
-    out = sink_attention(
-        query, key, value, sinks, window=keys.window, valid=keys.valid, first=keys.first, scale=scaling
-    )
+    sinks = _no_sinks(query.shape[1], query.device) if sinks is None else sinks
+    valid = None if keys.valid is None else keys.valid.contiguous()
+    factor = query.shape[3] ** -0.5 if scaling is None else scaling
+    kernels = use_kernels(query) and bool(query.numel()) and query.dtype == key.dtype == value.dtype
+    trained = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if start is not None and kernels and not trained:
+        made = _documents(keys, key)
+        out = later_attention(query, key, value, sinks, keys.window, made, valid, start, factor)
+        return out.transpose(1, 2), None
+    at = None
+    if start is not None:
+        # in blocks with the same tokens as without a cache: queries of earlier ones are computed in
+        # vain
+        at = start + torch.arange(shape[1], device=query.device)
+        query = query.new_zeros(*query.shape[:2], key.shape[2], query.shape[3]).index_copy_(2, at, query)
+    if kernels:
+        how = keys.window, _documents(keys, key), valid, factor
+        out = LigerSinkAttentionFunction.apply(query, key, value, sinks, *how)
+    else:
+        out = sink_attention(query, key, value, sinks, window=keys.window, valid=valid, first=keys.first, scale=scaling)
     out = out if at is None else out.index_select(2, at)
     return out.transpose(1, 2), None
+
+
+@functools.cache
+@torch.inference_mode(False)  # the backward needs them
+def _no_sinks(heads: int, device: torch.device) -> Tensor:
+    return torch.full((heads,), _NO_SINK, device=device)
+
+
+def _documents(keys: VisibleKeys, q: Tensor) -> Tensor:
+    """Those of a mask, which all layers share."""
+    made = vars(keys)  # a frozen dataclass
+    found: Tensor | None = made.get(_DOCUMENTS)
+    if found is None or found.device != q.device:
+        with torch.inference_mode(False):
+            found = made[_DOCUMENTS] = documents(q.shape[0], q.shape[2], q.device, keys.first, keys.valid)
+    return found
 
 
 def _first(bounds: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor | None:

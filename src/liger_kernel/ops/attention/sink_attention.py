@@ -164,16 +164,16 @@ def _keys(first_ptr, start_t, t, T, window, BLOCK_N: tl.constexpr):
 
 @jit
 def _document(cur, first, start_t, end, window, BLOCK_N: tl.constexpr):
-    """Of a block of tokens, those of the document that begins at key ``cur``: the first key of each,
-    and none for other tokens; their first block of keys, the first with keys that are not before
-    all tokens, and where the next document begins. Blocks are counted from ``cur``, so that nothing
-    depends on where the document lies in its row."""
+    """Of a block of tokens, which are of the document that begins at key ``cur``; their first block
+    of keys, the first with keys that are not before all tokens, and where the next document begins.
+    Blocks are counted from ``cur``, so that nothing depends on where the document lies in its
+    row."""
     stop = tl.minimum(tl.min(tl.where(first > cur, first, 2147483647), 0), end)
     begin = cur
     if window is not None:
         begin += tl.maximum(start_t - window + 1 - cur, 0) // BLOCK_N * BLOCK_N
     whole = begin + tl.maximum(start_t + 1 - begin, 0) // BLOCK_N * BLOCK_N
-    return tl.where(first == cur, first, 2147483647)[:, None], begin, whole, stop
+    return first == cur, begin, whole, stop
 
 
 @jit
@@ -247,18 +247,26 @@ def _found(o, lost):
 
 @jit
 def _fwd(
-    q_ptr, k_ptr, v_ptr, sink_ptr, first_ptr, valid_ptr, o_ptr, lse_ptr, share_ptr, lost_ptr,
-    T, R, H, G, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, window,
+    q_ptr, k_ptr, v_ptr, sink_ptr, first_ptr, valid_ptr, at_ptr, o_ptr, lse_ptr, share_ptr, lost_ptr,
+    T, L, R, H, G, D, qb, qh, qt, kb, kh, kt, vb, vh, vt, unit, window,
     EVEN_D: tl.constexpr, BY_DOCUMENT: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """Of the L tokens from ``at`` on, which are all T without it."""
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
-    start_t, t, b, h = _place(T, R, H, BLOCK_M)
+    start_t, row, b, h = _place(L, R, H, BLOCK_M)
+    t = row
+    end = tl.minimum(start_t + BLOCK_M, L)
+    if at_ptr is not None:
+        at = tl.load(at_ptr).to(tl.int32)
+        start_t += at
+        t += at
+        end += at
     col = tl.arange(0, BLOCK_D)
     unit = tl.cast(unit, tl.float32)
     k_ptr += b * kb + h // G * kh
     v_ptr += b * vb + h // G * vh
-    q = _rows(q_ptr + b * qb + h * qh, t.to(tl.int64), qt, col, T, D, EVEN_D)
+    q = _rows(q_ptr + b * qb + h * qh, row.to(tl.int64), qt, col, L, D, EVEN_D)
     if first_ptr is not None:
         first_ptr += b * T
     begin, whole, first = _keys(first_ptr, start_t, t, T, window, BLOCK_N)
@@ -268,16 +276,17 @@ def _fwd(
     top = tl.zeros((BLOCK_M,), tl.float32) + _sink(sink_ptr, h, PRECISE)
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     o = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    end = tl.minimum(start_t + BLOCK_M, T)
     if BY_DOCUMENT:
         firsts = tl.load(first_ptr + t, mask=t < T, other=2147483647)
         cur = tl.min(firsts, 0)
         while cur < end:
-            first, begin, whole, stop = _document(cur, firsts, start_t, end, window, BLOCK_N)
-            top, total, o = _fwd_blocks(
-                q, top, total, o, begin, whole, stop, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
-                window, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+            own, begin, whole, stop = _document(cur, firsts, start_t, end, window, BLOCK_N)
+            # to tokens of other documents, no score adds anything: cheaper than a mask of pairs
+            found, total, o = _fwd_blocks(
+                q, tl.where(own, top, 1e30), total, o, begin, whole, stop, t, None, first, k_ptr, v_ptr, valid_ptr, T,
+                D, kt, vt, unit, window, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
             )  # fmt: skip
+            top = tl.where(own, found, top)
             cur = stop
     else:
         top, total, o = _fwd_blocks(
@@ -285,16 +294,16 @@ def _fwd(
             window, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     # o is (B, T, H, D) in memory, which is what the projection after it reads
-    at = ((b * T + t) * H + h)[:, None] * D + col[None, :]
+    place = ((b * L + row) * H + h)[:, None] * D + col[None, :]
     o = o / total[:, None]
-    rounded, mask = o.to(o_ptr.dtype.element_ty), mask_of(t, T, col, D)
-    tl.store(o_ptr + at, rounded, mask=mask)
+    rounded, mask = o.to(o_ptr.dtype.element_ty), mask_of(row, L, col, D)
+    tl.store(o_ptr + place, rounded, mask=mask)
     if PRECISE:
-        tl.store(lse_ptr + (b * H + h) * T + t, top, mask=t < T)
-        tl.store(share_ptr + (b * H + h) * T + t, 1.0 / total, mask=t < T)
+        tl.store(lse_ptr + (b * H + h) * L + row, top, mask=row < L)
+        tl.store(share_ptr + (b * H + h) * L + row, 1.0 / total, mask=row < L)
     else:
-        tl.store(lse_ptr + (b * H + h) * T + t, top + tl.log2(total), mask=t < T)
-        tl.store(lost_ptr + at, _lost(o, rounded), mask=mask)
+        tl.store(lse_ptr + (b * H + h) * L + row, top + tl.log2(total), mask=row < L)
+        tl.store(lost_ptr + place, _lost(o, rounded), mask=mask)
 
 
 @jit
@@ -393,10 +402,10 @@ def _bwd_dq(
         firsts = tl.load(first_ptr + t, mask=t < T, other=2147483647)
         cur = tl.min(firsts, 0)
         while cur < end:
-            first, begin, whole, stop = _document(cur, firsts, start_t, end, window, BLOCK_N)
+            own, begin, whole, stop = _document(cur, firsts, start_t, end, window, BLOCK_N)
             dq = _dq_blocks(
-                q, do, lse, share, delta, dq, begin, whole, stop, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D,
-                kt, vt, unit, window, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+                q, do, tl.where(own, lse, float("inf")), share, delta, dq, begin, whole, stop, t, None, first, k_ptr,
+                v_ptr, valid_ptr, T, D, kt, vt, unit, window, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
             )  # fmt: skip
             cur = stop
     else:
@@ -492,8 +501,11 @@ def _bwd_dkv(
     delta_ptr += b * H * T
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    # what rounding lost of the sums so far: nothing
-    lost_k, lost_v = dk, dv
+    # what rounding lost of the sums so far, which only sums of fp32 count: nothing
+    lost_k = tl.zeros((1, 1), tl.float32)
+    if q_ptr.dtype.element_ty == tl.float32:
+        lost_k = dk
+    lost_v = lost_k
     if BY_DOCUMENT:
         # blocks of queries are counted from the beginning of a document, and one head follows the
         # other, so that the order of a key's sums depends on its place in the document alone
@@ -508,13 +520,23 @@ def _bwd_dkv(
             # padding after the last document: nobody sees it
             until = tl.where(stop > cur, until, 0)
             begin += tl.maximum(cur - begin, 0) // BLOCK_M * BLOCK_M
+            # if all keys are of this document, later queries see them all
+            whole = begin + tl.cdiv(tl.maximum(start_j + BLOCK_N - begin, 0), BLOCK_M) * BLOCK_M
+            whole = tl.where((cur == start_j) & (stop >= start_j + BLOCK_N), tl.minimum(whole, until), until)
             for g in range(0, G):
                 head = h * G + g
-                for start in range(begin, until, BLOCK_M):
+                for start in range(begin, whole, BLOCK_M):
                     dk, dv, lost_k, lost_v = _dkv_step(
                         k, v, dk, dv, lost_k, lost_v, start, j, valid_ptr, seen_j, q_ptr + head * qh,
                         do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T,
                         stop, D, qt, gt, unit, window, True, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
+                        BLOCK_D,
+                    )  # fmt: skip
+                for start in range(whole, until, BLOCK_M):
+                    dk, dv, lost_k, lost_v = _dkv_step(
+                        k, v, dk, dv, lost_k, lost_v, start, j, valid_ptr, seen_j, q_ptr + head * qh,
+                        do_ptr + head * gh, None, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T,
+                        stop, D, qt, gt, unit, window, False, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
                         BLOCK_D,
                     )  # fmt: skip
             cur = tl.where(stop > cur, stop, last)
@@ -561,12 +583,16 @@ TILES = {
     "dq": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 1)},
     "dkv": {64: (32, 128, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 8, 1)},
 }
+# in the order of documents, whose kernels need more registers. H200, 4 x 2048 of Llama-3-8B, forward, dq and
+# dkv: 0.405, 0.426 and 0.946 ms; by TILES 0.434, 0.426 and 1.58 (cuDNN 0.259 and 0.872). Llama-3.2-1B:
+# 0.297, 0.221 and 0.572 (cuDNN 0.187 and 0.578)
+BY_DOCUMENT = {("fwd", 128): (128, 64, 8, 3), ("dkv", 64): (64, 64, 4, 2), ("dkv", 128): (32, 128, 8, 3)}
 # for windows of up to so many tokens, in heads of up to 128 columns
 NARROW_WINDOW = 512
 NARROW = {"fwd": (64, 64, 4, 3), "dq": (64, 64, 4, 3), "dkv": (64, 64, 4, 2)}
 
 
-def _tile(kernel: str, q: Tensor, window: int | None) -> dict[str, Any]:
+def _tile(kernel: str, q: Tensor, window: int | None, by_document: bool = False) -> dict[str, Any]:
     """The meta parameters of a kernel: the table's, or the largest below them whose blocks fit
     into shared memory."""
     block_d, amd = max(16, next_power_of_2(q.shape[3])), launch_config.arch().startswith("gfx")
@@ -575,6 +601,10 @@ def _tile(kernel: str, q: Tensor, window: int | None) -> dict[str, Any]:
         return dict(PRECISION="ieee", BLOCK_M=32, BLOCK_N=16, BLOCK_D=block_d, num_warps=4, num_stages=1)
     narrow = window is not None and window <= NARROW_WINDOW and block_d <= 128
     m, n, warps, stages = NARROW[kernel] if narrow else TILES[kernel][max(64, block_d)]
+    if by_document and not narrow:
+        m, n, warps, stages = BY_DOCUMENT.get((kernel, block_d), (m, n, warps, stages))
+    elif by_document and kernel == "dkv" and block_d > 64:
+        warps = 8  # four would spill
     if q.itemsize == 4:
         m, n, warps, stages = 32, 32, 4, 1
     # AMD's compiler pipelines through registers; by reasoning, not measured
@@ -630,34 +660,40 @@ def _document_ends(first: Tensor, valid: Tensor | None) -> Tensor:
     following = torch.nn.functional.pad(place.where(first.diff(dim=1) != 0, length), (0, 1), value=length)
     if valid is not None:
         following = torch.minimum(following, length - valid.flip(1).int().argmax(1, keepdim=True).int())
-    return following.flip(1).cummin(1).values.flip(1).contiguous()
+    return following.flip(1).cummin(1).values.flip(1)
 
 
-def _from_documents(q: Tensor, first: Tensor | None, valid: Tensor | None) -> Tensor:
-    """``first`` where padding on the left is no part of a document. All batches have one, because a
-    kernel without it is another one."""
-    first = first if first is not None else q.new_zeros(q.shape[0], q.shape[2], dtype=torch.int32)
-    return first if valid is None else torch.maximum(first, valid.int().argmax(1, keepdim=True).int())
+def documents(B: int, length: int, device: Any, first: Tensor | None, valid: Tensor | None) -> Tensor:
+    """The beginning and the end of each token's document, (2, B, T) int32: padding on the left is no
+    part of one. All batches have them, because a kernel without them is another one."""
+    if first is None and valid is None:
+        ends = torch.zeros(2, B, length, dtype=torch.int32, device=device)
+        ends[1].fill_(length)
+        return ends
+    first = torch.zeros(B, length, dtype=torch.int32, device=device) if first is None else first.int()
+    first = first if valid is None else torch.maximum(first, valid.int().argmax(1, keepdim=True).int())
+    return torch.stack((first, _document_ends(first, valid)))
 
 
 @launcher(
-    "(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, float scale, bool "
-    "by_document) -> (Tensor o, Tensor lse, Tensor share, Tensor lost)"
+    "(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, Tensor? at, float scale, "
+    "bool by_document) -> (Tensor o, Tensor lse, Tensor share, Tensor lost)"
 )
 def sink_attention_fwd(
-    q, k, v, sinks, window, first, valid, scale, by_document
+    q, k, v, sinks, window, first, valid, at, scale, by_document
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, and what the backward needs: ``lse`` (B, H, T); in fp32 ``share`` (B, H, T), in 16 bits
-    ``lost`` of o's shape, and of these the other one is empty."""
+    ``lost`` of o's shape, and of these the other one is empty. ``at``: the place of the first token
+    of q among those of k."""
     B, H, length, D = q.shape
     o, lse = new_like(q), q.new_empty(B, H, length, dtype=torch.float32)
     precise = q.dtype == torch.float32
     share = lse.new_empty(lse.shape if precise else 0)
     lost = q.new_empty((B, length, H, D) if not precise else 0, dtype=torch.int8)
     if not tracing(q):
-        tile = _tile("fwd", q, window)
+        tile = _tile("fwd", q, window, by_document)
         strides = [s for t in (q, k, v) for s in t.stride()[:3]]
-        grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (length, B * H, H, H // k.shape[1], D)
+        grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (k.shape[2], length, B * H, H, H // k.shape[1], D)
         how = _unit(q, scale), window
         launch(
             _fwd,
@@ -668,6 +704,7 @@ def sink_attention_fwd(
             sinks,
             first,
             valid,
+            at,
             o,
             lse,
             share,
@@ -702,31 +739,30 @@ def sink_attention_bwd(
         strides, saved = [s for t in (do, q, k, v) for s in t.stride()[:3]], (lse, share, delta)
         how, flags = (_unit(q, scale), scale, window), dict(EVEN_D=_even(q), **_order(by_document))
         if needed[0]:
-            tile = _tile("dq", q, window)
+            tile = _tile("dq", q, window, by_document)
             grid, sizes = (cdiv(length, tile["BLOCK_M"]) * B * H,), (length, B * H, H, G, D)
             launch(_bwd_dq, grid, do, q, k, v, first, valid, *saved, dq, *sizes, *strides, *how, **flags, **tile)
         if needed[1] or needed[2]:
-            tile = _tile("dkv", q, window) | dict(NEED_DK=needed[1], NEED_DV=needed[2])
-            if by_document and tile["BLOCK_D"] > 64 and launch_config.arch().startswith("sm"):
-                tile["num_warps"] = 8  # four would spill
+            tile = _tile("dkv", q, window, by_document) | dict(NEED_DK=needed[1], NEED_DV=needed[2])
             grid, sizes = (cdiv(length, tile["BLOCK_N"]) * B * H // G,), (length, B * H // G, H, G, D)
             stops = None
             if first is not None:
-                stops = _document_ends(first, valid) if by_document else _stops(first, tile["BLOCK_N"])
+                stops = first[1] if by_document else _stops(first, tile["BLOCK_N"])
             numbers = *sizes, *strides, *how
             launch(_bwd_dkv, grid, do, q, k, v, first, valid, stops, *saved, dk, dv, *numbers, **flags, **tile)
     return dq, dk, dv, parts.sum((0, 1)).to(sinks.dtype)
 
 
 class LigerSinkAttentionFunction(torch.autograd.Function):
-    """``apply(q, k, v, sinks, window, first, valid, scale)``."""
+    """``apply(q, k, v, sinks, window, first, valid, scale)``; ``first`` may be ``documents``."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, window, first, valid, scale):
-        q, k, v, ctx.by_document = unit(q), unit(k), unit(v), is_invariant()
-        if ctx.by_document:
-            first = _from_documents(q, first, valid)
-        o, *sums = sink_attention_fwd(q, k, v, sinks, window, first, valid, scale, ctx.by_document)
+        q, k, v, made = unit(q), unit(k), unit(v), first is not None and first.ndim == 3
+        ctx.by_document = made or is_invariant()
+        if ctx.by_document and not made:
+            first = documents(q.shape[0], q.shape[2], q.device, first, valid)
+        o, *sums = sink_attention_fwd(q, k, v, sinks, window, first, valid, None, scale, ctx.by_document)
         ctx.save_for_backward(q, k, v, sinks, o, *sums, first, valid)
         ctx.window, ctx.scale = window, scale
         return o
@@ -739,6 +775,15 @@ class LigerSinkAttentionFunction(torch.autograd.Function):
         how = ctx.window, first, valid, ctx.scale, needed, ctx.by_document
         grads = sink_attention_bwd(unit(do), *saved, *how)
         return *(g if need else None for g, need in zip(grads, needed)), None, None, None, None
+
+
+def later_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None, made: Tensor, valid: Tensor | None, at: Tensor,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Attention of the tokens from ``at`` on, an integer on the device, in the order of ``documents``
+    of all tokens, of which k and v are. Without gradients."""
+    return sink_attention_fwd(unit(q), unit(k), unit(v), sinks, window, made, valid, at, scale, True)[0]
 
 
 def _cost(

@@ -119,12 +119,11 @@ def _is_free(a: Tensor, b: Tensor) -> bool:
     return transposed and backward_id() != -1 and not torch.is_grad_enabled()
 
 
-def _write(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, alpha: Any, y: Tensor) -> Tensor:
+def _write(run: Vendor, way: str, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, alpha: Any, y: Tensor) -> Tensor:
     """y, each row in an order of its own. ``run(c, a, b, y)`` is the vendor's."""
     (M, K), N = a.shape, b.shape[1]
     a = a if a.stride(1) == 1 and (a.stride(0) == K or M == 1) else a.contiguous()
     c = c.expand(M, N) if c is not None and c.ndim == 2 else c
-    way = _way(run, a, b, c, beta, y)
     if way == "each":
         return _combined(_in_order(a, b), c, beta, alpha, y)
     if way == "ours":
@@ -164,26 +163,31 @@ def _own(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
     if a.dtype == torch.float64:
         raise ValueError(f"batch_invariant: products must be in 32 bits or fewer on this GPU, got {a.dtype}")
     offs = torch.full((1,), a.shape[0], dtype=torch.int32, device=a.device)
-    if y.dtype == a.dtype and grouped_tma.supported(a, b[None]):
+    thin = _thin_tile(a, b.shape[1])
+    if thin is None and y.dtype == a.dtype and grouped_tma.supported(a, b[None]):
         grouped_tma.product(a, b[None], offs, y)
     else:
-        write_mm(a, b[None], offs, y, tile=_thin_tile(a, b.shape[1]))
+        write_mm(a, b[None], offs, y, tile=thin)
     return y
 
 
 def _thin_tile(a: Tensor, N: int) -> dict[str, Any] | None:
-    """The tile of a product of few columns in fp32, as adapters have it beside a base in 16 bits:
-    three products of TF32 on tensor cores, nearly as exact as fp32, whose operands take the time."""
-    if a.dtype != torch.float32 or N > 64 or not launch_config.arch().startswith("sm"):
+    """The tile of a product of few columns, as adapters have it, whose operands take the time. In
+    fp32, beside a base in 16 bits, three products of TF32 on tensor cores, nearly as exact as fp32."""
+    if N > 64 or not launch_config.arch().startswith("sm"):
         return None
+    if a.dtype != torch.float32:
+        stages = min(4, launch_config.shared_memory() // (256 * (32 + max(16, next_power_of_2(N)))))
+        blocks = dict(BLOCK_M=32, BLOCK_N=max(16, next_power_of_2(N)), BLOCK_K=128, num_warps=4, num_stages=stages)
+        return dict(PRECISION="ieee") | blocks
     blocks = dict(SPAN=0, BLOCK_M=64, BLOCK_N=max(16, next_power_of_2(N)), BLOCK_K=64, num_warps=4, num_stages=2)
     return dict(PRECISION="tf32" if reduced_precision(a.dtype) == "tf32" else "tf32x3") | blocks
 
 
-def _way(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, y: Tensor) -> str:
+def _way(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, dtype: torch.dtype) -> str:
     if not a.is_cuda:
         return "each"
-    return "vendor" if _keeps_bits(run, a, b, c, beta, y) else "ours"
+    return "vendor" if _keeps_bits(run, a, b, c, beta, dtype) else "ours"
 
 
 # -- is the vendor's order that of K, whatever the number of rows is?
@@ -196,36 +200,69 @@ def _most(N: int) -> int:
     return max(512, min(8192, (1 << 27) // max(1, N) // 64 * 64))
 
 
-def _keeps_bits(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, y: Tensor) -> bool:
-    (K, N), size = b.shape, 16 // a.itemsize
-    by_k = b.stride(0) == 1
-    across = b.stride(1) if by_k else b.stride(0)
-    if 1 not in b.stride() or N % size or K % size or across % size or (a.data_ptr() | b.data_ptr()) % 16:
-        return False  # the vendor's kernel may depend on where a row begins
-    key = a.get_device(), a.dtype, y.dtype, N, K, by_k, across, None if c is None else (c.ndim, beta == 0)
-    if key not in _known:
+def _keeps_bits(
+    run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, dtype: torch.dtype,
+    apart: tuple[int, int, int] = (0, 0, 0),
+) -> bool:  # fmt: skip
+    """Whether rows have the same bits in products of any number of rows; and, with rows ``apart``,
+    those that they have side by side."""
+    (K, N), (down, across), size = b.shape, b.stride(), 16 // a.itemsize
+    # the vendor's kernel may depend on where a row begins
+    if (down != 1 and across != 1) or (N | K | max(down, across)) % size or (a.data_ptr() | b.data_ptr()) % 16:
+        return False
+    key = a.get_device(), a.dtype, dtype, N, K, down, across, apart, None if c is None else (c.ndim, beta == 0)
+    found = _known.get(key)
+    if found is None:
         # a recorded graph computes nothing yet, so that nobody can look
-        _known[key] = not torch.cuda.is_current_stream_capturing() and _tried(run, a, b, c, y.dtype)
-    return _known[key]
+        found = not torch.cuda.is_current_stream_capturing() and _tried(run, a, b, c, dtype, apart)
+        _known[key] = found
+    return found
 
 
-def _tried(run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether rows have the same bits in products of any number of rows. The host waits once."""
+def _tried(
+    run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, dtype: torch.dtype, apart: tuple[int, int, int]
+) -> bool:
+    """The host waits once."""
     (K, N), most = b.shape, _most(b.shape[1])
     random = torch.Generator(a.device).manual_seed(0)
     new = lambda N: torch.randn(most, N, generator=random, dtype=a.dtype, device=a.device)
+    spread = lambda t, by: t if t is None or not by else t.new_empty(len(t), by)[:, : t.shape[1]].copy_(t)
     x, rows = new(K), None if c is None or c.ndim < 2 else new(N).to(c.dtype)
 
-    def product(at: slice) -> Tensor:
-        y = a.new_empty(at.stop - at.start, N, dtype=dtype)
+    def product(at: slice, x: Tensor, rows: Tensor | None, of_y: int) -> Tensor:
+        y = a.new_empty(at.stop - at.start, of_y or N, dtype=dtype)[:, :N]
         run(c if rows is None else rows[at], x[at], b, y)
         return y
 
-    whole, same = product(slice(0, most)), torch.ones((), dtype=torch.bool, device=a.device)
-    for m in (m for m in _TRIED if m < most):
-        for at in (slice(0, m), slice(most - m, most)):
-            same &= (product(at) == whole[at]).all()
+    whole, same = product(slice(0, most), x, rows, 0), torch.ones((), dtype=torch.bool, device=a.device)
+    of_x, of_rows, of_y = apart
+    given = spread(x, of_x), spread(rows, of_rows), of_y
+    for m in (*(m for m in _TRIED if m < most), most):
+        for at in {(0, m), (most - m, most)}:
+            same &= (product(slice(*at), *given) == whole[slice(*at)]).all()
     return bool(same)
+
+
+def _is_whole(
+    run: Vendor, a: Tensor, b: Tensor, c: Tensor | None, beta: Any, dtype: torch.dtype, y: Tensor | None
+) -> bool:
+    """Whether the vendor's product is one piece of rows as they are."""
+    M, N, size = a.shape[0], b.shape[1], 16 // a.itemsize
+    if not _LEAST <= M <= _most(N):
+        return False
+    c = None if c is None or c.ndim < 2 else c
+    if (c is not None and c.shape != (M, N)) or (y is not None and y.shape != (M, N)):
+        return False
+    apart = []
+    for t in (a, c, y):
+        if t is None:
+            apart.append(0)
+            continue
+        by, dense = t.stride()
+        if dense != 1 or by % size or by < t.shape[1] or t.data_ptr() % 16:
+            return False
+        apart.append(0 if by == t.shape[1] else by)
+    return not any(apart) or _keeps_bits(run, a, b, c, beta, dtype, tuple(apart))
 
 
 # -- PyTorch's operators while the switch is on
@@ -247,11 +284,8 @@ def _mm(name: str, key: str) -> Callable[..., Any]:
         if name == "addmm_":
             out = c
         shape = a.shape[0], b.shape[1]
-        if out is None:
-            out = a.new_empty(shape, dtype=rest[0] if typed else None)
-        elif out.shape != shape:
-            out.resize_(shape)
-        how, other = dict(beta=beta, alpha=alpha) if adds else {}, out.dtype != a.dtype
+        dtype = out.dtype if out is not None else rest[0] if typed else a.dtype
+        how, other = dict(beta=beta, alpha=alpha) if adds else {}, dtype != a.dtype
         write = writers[other]
 
         def run(c: Tensor | None, a: Tensor, b: Tensor, y: Tensor) -> None:
@@ -261,7 +295,18 @@ def _mm(name: str, key: str) -> Callable[..., Any]:
             finally:
                 _thread.inside = False
 
-        return _write(run, a, b, c, beta, alpha, out)
+        way = _way(run, a, b, c, beta, dtype)
+        if way == "vendor" and _is_whole(run, a, b, c, beta, dtype, out):
+            _thread.inside = True
+            try:
+                return stock(*args, **given)
+            finally:
+                _thread.inside = False
+        if out is None:
+            out = a.new_empty(shape, dtype=dtype)
+        elif out.shape != shape:
+            out.resize_(shape)
+        return _write(run, way, a, b, c, beta, alpha, out)
 
     return product
 

@@ -177,7 +177,9 @@ def test_decays_that_forget_at_once():
 
 
 @needs_kernels
-@pytest.mark.parametrize("equal, channels, strong", [(0.0, False, 0.0), (4.0, False, 0.0), (4.0, True, 0.1)])
+@pytest.mark.parametrize(
+    "equal, channels, strong", [(0.0, False, 0.0), (4.0, False, 0.0), (4.0, True, 0.0), (4.0, True, 0.1)]
+)
 def test_chunks_are_as_exact_as_those_of_pytorch(equal, channels, strong, monkeypatch):
     """Of 64 tokens, as on a GPU; the gradient of an fp32 g beside one from products in bf16."""
     monkeypatch.setattr(delta, "_chunk", lambda *_: 64)

@@ -34,8 +34,6 @@ EPS = tl.constexpr(1e-6)
 # lost when it was rounded, since decays are e to differences of it
 KIN, KOUT, QIN, BETA, GATE, GATE_LOW = (tl.constexpr(i) for i in range(6))
 VECTORS = tl.constexpr(6)
-# of ``kda``, the low part of what ``KOUT`` is there
-KOUT_LOW = tl.constexpr(3)
 ALL = tl.constexpr(2147483647)
 
 
@@ -118,10 +116,10 @@ def _put_state(
 
 @jit
 def _decayed(
-    x, which, at, SPLIT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
+    x, which, at, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
     """Of a chunk and head, the keys before or behind the state or the queries, with their decays."""
-    return _tile(x, (at * (3 + SPLIT) + which) * ROWS, 0, 0, ALL, WIDTH, WIDTH, ROWS, COLS, TMA)
+    return _tile(x, (at * 3 + which) * ROWS, 0, 0, ALL, WIDTH, WIDTH, ROWS, COLS, TMA)
 
 
 @jit
@@ -383,8 +381,8 @@ def _states(
             k = _tile(k_ptr, row, hv // GROUP, 0, end, sk, DK, C, BLOCK_K, TMA)
             behind = k
         else:
-            k = _decayed(k_ptr, KIN, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
-            behind = _decayed(k_ptr, KOUT, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
+            k = _decayed(k_ptr, KIN, n * HV + hv, DK, C, BLOCK_K, TMA)
+            behind = _decayed(k_ptr, KOUT, n * HV + hv, DK, C, BLOCK_K, TMA)
         v = _tile(v_ptr, row, hv, v0, end, sv, DV, C, BLOCK_V, TMA)
         Q, Q_low = _square(Q_ptr, n * HV + hv, SPLIT, C, TMA)
         vec = vec_ptr + at * (VECTORS * C)
@@ -402,9 +400,6 @@ def _states(
             added = d * tl.load(vec + KOUT * C + i)[:, None]
         S *= _left(vec, last_ptr, at, C, DK, BLOCK_K)
         S = tl.dot(tl.trans(behind), added.to(DT), S, input_precision=PRECISION)
-        if SPLIT and last_ptr is not None:
-            low = _decayed(k_ptr, KOUT_LOW, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
-            S = tl.dot(tl.trans(low), added.to(DT), S, input_precision=PRECISION)
         out = (row - origin + i).to(tl.int64)[:, None] * (HV * DV) + hv * DV + vcol[None, :]
         high, low = _split(d, DT)
         tl.store(d_ptr + out, high, mask=(row + i < end)[:, None])
@@ -432,7 +427,7 @@ def _outputs(
         origin = _origin(chunks_ptr, CHANNELS)
         at = n.to(tl.int64) * HV + hv
         if CHANNELS:
-            q = _decayed(q_ptr, QIN, n * HV + hv, SPLIT, DK, C, BLOCK_K, False)
+            q = _decayed(q_ptr, QIN, n * HV + hv, DK, C, BLOCK_K, False)
         else:
             q = _tile(q_ptr, row, hv // GROUP, 0, end, sq, DK, C, BLOCK_K, False)
         S = _state(S_ptr, n * HV + hv, v0, DK, DV, BLOCK_K, BLOCK_V, False)
@@ -475,9 +470,9 @@ def _dstates(
             behind = k
             q = _tile(q_ptr, row, hv // GROUP, 0, end, sq, DK, C, BLOCK_K, TMA)
         else:
-            k = _decayed(k_ptr, KIN, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
-            behind = _decayed(k_ptr, KOUT, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
-            q = _decayed(q_ptr, QIN, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
+            k = _decayed(k_ptr, KIN, n * HV + hv, DK, C, BLOCK_K, TMA)
+            behind = _decayed(k_ptr, KOUT, n * HV + hv, DK, C, BLOCK_K, TMA)
+            q = _decayed(q_ptr, QIN, n * HV + hv, DK, C, BLOCK_K, TMA)
         do = _tile(do_ptr, row, hv, v0, end, sdo, DV, C, BLOCK_V, TMA)
         d = _tile(d_ptr, row - origin, hv, v0, end - origin, HV * DV, DV, C, BLOCK_V, TMA)
         P, P_low = _square(P_ptr, n * HV + hv, SPLIT, C, TMA)
@@ -487,9 +482,6 @@ def _dstates(
         dS16 = dS.to(DT)
         _put_state(dS_ptr, n * HV + hv, v0, dS16, DK, DV, BLOCK_K, BLOCK_V, TMA)
         dd = tl.dot(behind, dS16, input_precision=PRECISION)
-        if SPLIT and last_ptr is not None:
-            low = _decayed(k_ptr, KOUT_LOW, n * HV + hv, SPLIT, DK, C, BLOCK_K, TMA)
-            dd = tl.dot(low, dS16, dd, input_precision=PRECISION)
         if last_ptr is None:
             dd *= tl.load(vec + KOUT * C + i)[:, None]
         outer = tl.sum(dd * d.to(tl.float32), 1)

@@ -60,7 +60,7 @@ from liger_kernel.ops.recurrent.delta_kernels import (
     _queries,
     _states,
 )
-from liger_kernel.ops.recurrent.kda_kernels import _kda_keys, _kda_prepare, _kda_queries
+from liger_kernel.ops.recurrent.kda_kernels import _kda_inputs, _kda_prepare, _kda_tables
 
 # heads that kernels have registers for; the reference computes others
 MAX_D = 256
@@ -113,8 +113,7 @@ TILES = {
     "kda_prepare": (16, 8, 1),
     # by registers and shared memory on sm90, not measured
     "kda_dstates": (32, 4, 2),
-    "kda_queries": (64, 8, 2),
-    "kda_keys": (64, 8, 2),
+    "kda_inputs": (16, 8, 1),
     "states": (32, 4, 3),
     "outputs": (64, 2, 1),
     "dstates": (32, 4, 3),
@@ -167,12 +166,14 @@ def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
         # bf16 has its products of unit length in fp16, fp16 has them in fp32; a chunk is halved
         # until it is one token
         inner = precision if q.dtype != torch.float16 else "tf32x3" if arch.startswith("sm") else "ieee"
-        columns = max(16, next_power_of_2(q.shape[-1]) // 2)
+        # of narrower tiles in shared memory, ptxas 12.8 loses descriptors (MEASURED.md)
+        columns = max(16, min(64 if arch == "sm90" and _chunk(q, DV) == 64 else 32, next_power_of_2(q.shape[-1])))
         found |= dict(INNER=inner, LEVELS=_chunk(q, DV).bit_length() - 1, BLOCK_K=columns)
-        # two programs on each processor instead of one: 3.42 -> 2.83 ms for 8192 tokens and 32 heads
+        # two programs on each processor instead of one
         if arch == "sm90" and q.dtype == torch.bfloat16 and q.shape[-1] == 128:
-            found |= dict(BLOCK_K=32, num_warps=4)
-    if kernel == "kda_prepare":
+            found |= dict(num_warps=4)
+        if kernel == "kda_inputs":
+            return found | dict(BLOCK_V=max(16, next_power_of_2(DV)), SOLVE=solve)
         del found["PRECISION"]
         return found | dict(SOLVE=solve, SPLIT=not _precise(q))
     if kernel == "prepare":
@@ -248,10 +249,16 @@ def _chunk_states(
     grid, outs = (chunks * HV,), (Q, P, factors, norms)
     # each channel's decay behind a chunk, and keys and queries with their decays
     last = new(chunks, HV, DK, **fp32) if channels else None
-    decayed = new(chunks, HV, 3 + split, C, DK) if channels else None
+    decayed = new(chunks, HV, 3, C, DK) if channels else None
+    lows, tables = new(chunks, HV, dtype=torch.int32) if channels else None, []
     if channels:
         how = dict(NORM=norm, C=C, DK=DK, **_tile("kda_prepare", q, DV))
-        args = new(chunks, HV, C, DK, **fp32), decayed, last, sq, sk, HK, scale
+        # in the dtypes of their products
+        levels, unit = how["LEVELS"], torch.float16 if q.dtype == torch.bfloat16 else torch.float32
+        dtypes = torch.bfloat16 if split else torch.float32, unit
+        tables = [new(2 * levels + 1, C, C, dtype=dtype) for dtype in dtypes]
+        launch(_kda_tables, (2 * levels + 1,), *tables, LEVELS=levels, C=C, num_warps=4)
+        args = lows, decayed, last, *tables, sq, sk, HK, scale
         launch(_kda_prepare, grid, q, k, g, beta, places_of, *outs, *args, **how)
     else:
         how = dict(NORM=norm, **_tile("prepare", q, DV))
@@ -264,7 +271,7 @@ def _chunk_states(
     grid, ends = (documents * HV * (DV // values),), (ht, before, behind)
     args = state, Sb, d[0], d[1] if split else None, *ends, sk, sv, lower, upper, HV
     launch(_states, grid, factors, last, kb, vb, Qb, begins, places_of, *args, **group, **how)
-    return [Q, P, factors, norms, S, d, *(t for t in (decayed, last) if t is not None)]
+    return [Q, P, factors, norms, S, d, *(t for t in (decayed, last, lows, *tables) if t is not None)]
 
 
 @launcher(
@@ -313,12 +320,12 @@ def gated_delta_rule_fwd(
 
 
 @launcher(
-    "(Tensor? do, Tensor? dfinal, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, Tensor[] saved, "
-    "float scale, bool norm, bool[] needed) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta, Tensor "
-    "dstate)"
+    "(Tensor? do, Tensor? dfinal, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, Tensor? o, "
+    "Tensor[] saved, float scale, bool norm, bool[] needed) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor "
+    "dbeta, Tensor dstate)"
 )
 def gated_delta_rule_bwd(
-    do, dfinal, q, k, v, g, beta, state, saved, scale, norm, needed
+    do, dfinal, q, k, v, g, beta, state, o, saved, scale, norm, needed
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
     begins, places_of, carries, *kept = saved
@@ -331,17 +338,18 @@ def gated_delta_rule_bwd(
     dstate = dense(state) if needed[5] else q.new_empty(0)
     channels, split, fp32 = g.ndim == 3, not _precise(q), dict(dtype=torch.float32)
     group = dict(GROUP=HV // HK, SPLIT=split, C=C, DK=DK, DV=DV, TMA=_by_tma(q, k, do))
-    own = {name: value for name, value in group.items() if name != "GROUP"}
     strides = q.stride(0), k.stride(0), do.stride(0)
 
-    def blocks(c: dict[str, Any], of_tokens: list[Tensor], of_states: list[Tensor]) -> tuple[Any, ...]:
-        tokens = _blocks(group["TMA"], C, c["BLOCK_V"], *of_tokens)
-        return *tokens, *_blocks(group["TMA"], c["BLOCK_K"], c["BLOCK_V"], *map(_matrix, of_states))
+    def blocks(
+        c: dict[str, Any], of_tokens: list[Tensor], of_states: list[Tensor], tma: bool = bool(group["TMA"])
+    ) -> tuple[Any, ...]:
+        tokens = _blocks(tma, C, c["BLOCK_V"], *of_tokens)
+        return *tokens, *_blocks(tma, c["BLOCK_K"], c["BLOCK_V"], *map(_matrix, of_states))
 
     # until a program has its rows of dk, N lies there
     width = max(DK, HV // HK * C)
-    of_pairs = dk if width == DK else q.new_empty(M, HK, width)
-    through_states, through_keys = any(needed[1:]), needed[1] or needed[3] or needed[4]
+    N = dk if width == DK or channels else q.new_empty(M, HK, width)
+    through_states, through_keys = channels or any(needed[1:]), needed[1] or needed[3] or needed[4]
     parts = carries.shape[0] + 1
     back = torch.empty_like(carries)
 
@@ -352,17 +360,10 @@ def gated_delta_rule_bwd(
             (q, k, v, g, beta, state), begins, places_of, lower, upper, scale, norm, None, before, None
         )
         Q, P, factors, norms, S, d, *of_channels = made
-        decayed, last = of_channels or (None, None)
+        decayed, last, lows, *tables = of_channels or (None, None, None)
         chunks, places, all_of_d = upper - lower, places_of[lower:upper], d.flatten(0, 1)
-        # of ``kda``, what dg has through q, and running sums of g
-        sums = q.new_empty(2, chunks, HV, C, DK, **fp32) if channels else q.new_empty(chunks, HV, 3, C, **fp32)
-        N = q.new_empty(chunks, HV, C, C, **fp32) if channels else of_pairs
-        if channels and (needed[0] or through_keys):
-            c = _tile("kda_queries", q, DV)
-            dob, *db, Sb = blocks(c, [do, *d], [S])
-            args = q, k, dob, db[0], db[-1], Sb, norms, places, dq, sums[0], N, *strides, HV, scale, sums[1]
-            launch(_kda_queries, (chunks * HV,), g, *args, NORM=norm, **own, **c)
-        elif needed[0] or through_keys:
+        sums = q.new_empty(0 if channels else (chunks, HV, 3, C), **fp32)
+        if not channels and (needed[0] or through_keys):
             c = _tile("queries", q, DV)
             args = q, k, *blocks(c, [do, all_of_d], [S]), norms, places, dq, sums, N, *strides, HK, d.shape[1], scale
             launch(_queries, (chunks * HK,), factors, *args, NORM=norm, WIDTH=width, **group, **c)
@@ -380,12 +381,15 @@ def gated_delta_rule_bwd(
             _, _, to, come = _part(part, parts, places_of.shape[0], back)
             args = *args, come, to, *strides, lower, upper, HV
             launch(_dstates, (documents * HV * slices,), factors, last, *args, **group, **c)
-        if channels and through_keys:
-            c = _tile("kda_keys", q, DV)
-            zb, *db, Sb, dSb = blocks(c, [dv, *d], [S, dS])
-            args = q, k, zb, db[0], db[-1], Sb, dSb, norms, sums[0], N, sums_of_slices, places, dk, dg, dbeta
-            args = *args, *strides[:2], HV, scale
-            launch(_kda_keys, (chunks * HV,), sums[1], *args, NORM=norm, SLICES=slices, **own, **c)
+        if channels and any(needed[:5]):
+            c = _tile("kda_inputs", q, DV)
+            own = {name: value for name, value in group.items() if name != "GROUP"}
+            own["TMA"] = own["TMA"] and c["BLOCK_V"] == DV
+            dob, zb, *db, Sb, dSb = blocks(c, [do, dv, *d], [S, dS], own["TMA"])
+            pairs = q.new_empty(chunks, HV, 2, C, C, dtype=tables[-1].dtype)
+            args = q, k, v, o, dob, zb, db[0], db[-1], Sb, dSb, norms, last, lows, factors, *tables, pairs
+            args = *args, sums_of_slices, places, dq, dk, dg, dbeta, *strides[:2], v.stride(0), strides[2], HV, scale
+            launch(_kda_inputs, (chunks * HV,), g, *args, NORM=norm, SLICES=slices, **own, **c)
         elif through_keys:
             c = _tile("keys", q, DV)
             args = q, k, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, N, places, dk, *strides[:2], HK, d.shape[1]
@@ -413,17 +417,19 @@ class GatedDeltaRuleFunction(torch.autograd.Function):
         given += [None if t is None else t.contiguous() for t in (state, cu_seqlens)]
         how = v.shape[1], scale, norm
         o, ht, saved = gated_delta_rule_fwd(*given, *how, True, final, keep)
-        ctx.save_for_backward(*given[:6], *saved)
+        o = shaped(o, v.shape)
+        # a gradient of ``kda`` is in its output, too
+        ctx.save_for_backward(o if g.ndim == 4 and norm else None, *given[:6], *saved)
         ctx.how, ctx.final = how, final
-        return shaped(o, v.shape), ht
+        return o, ht
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dfinal):
         needed = list(ctx.needs_input_grad[:6])
-        q, k, v, g, beta, state, *saved = ctx.saved_tensors
+        o, q, k, v, g, beta, state, *saved = ctx.saved_tensors
         do, dfinal = None if do is None else do.flatten(0, 1), dfinal if ctx.final else None
-        given = q, k, v, g, beta, state, list(saved)
+        given = q, k, v, g, beta, state, None if o is None else o.flatten(0, 1), list(saved)
         *grads, dstate = gated_delta_rule_bwd(do, dfinal, *given, *ctx.how[1:], needed)
         found = [d.unflatten(0, (-1, ctx.how[0])) if need else None for d, need in zip(grads, needed)]
         return *found, dstate if needed[5] else None, None, None, None, None, None

@@ -16,8 +16,8 @@ becomes a tensor of three dimensions: with G the running sum of g in a chunk and
     dg_tc = sum_{i>=t} (q dq + k (r - w))_ic + sum_j (e^(G_C - G) k d dS'^T)_jc + e^G_C <S, dS'>_c
 
 where r is what keys read and w what they write. How products have such decays without an overflow
-is in ``kda_kernels``, ``gated_delta_rule`` has the rest. Memory: the backward needs 3 DK numbers,
-in 16 bits 4 DK, more for each token and head than that of ``gated_delta_rule``.
+is in ``kda_kernels``, ``gated_delta_rule`` has the rest. Memory: the backward needs 3 DK numbers
+more for each token and head than that of ``gated_delta_rule``, and with ``qk_l2norm`` o.
 """
 
 from __future__ import annotations

@@ -1,19 +1,25 @@
 """The kernels that ``kda`` has of its own, beside those of ``delta_kernels``: ``_kda_prepare``
 computes Q, P, and the keys and queries with their decays, for all chunks at once; in the backward,
-``_kda_queries`` and ``_kda_keys`` compute the gradients of q, k, g and beta from those of states.
+``_kda_inputs`` computes the gradients of q, k, g and beta from those of states. ``_kda_tables`` has
+the matrices by which both add up decays between tokens.
 
 With a decay for each channel, no factor of rows can be taken out of q k^T. But the decay between
 two tokens is that from one to any token between them, times that from there to the other: both are
 at most 1, so nothing overflows, and what underflows is nothing. Two tokens of a chunk meet at one
 level: in halves of 32, 16 ... or 1 tokens they are in the two halves of one whole. There each half
 has its decay to the last token of the lower one, and one product has all pairs that meet at the
-level; a token and itself have no decay.
+level; a token and itself have no decay. Where decays are so weak that 2^low tokens are within
+2^REACH of the middle one, one product with decays and their inverses has all pairs of these, and
+only the levels above are left: one product for a whole chunk instead of six.
 
-- Of 16-bit data, decayed keys and queries of unit length are operands in fp16 for L and P: of
-  numbers that small, it has 3 bits more than bf16, and where keys are nearly equal, the solve
-  enlarges what L loses.
-- Decays stronger than e^-88 a token are that strong, which fp32 cannot tell from zero: the running
-  sum of a chunk stays exact for the tokens that come after.
+- Of 16-bit data, decayed keys and queries of unit length are operands in fp16: of numbers that
+  small, it has 3 bits more than bf16. Where keys are nearly equal, the solve enlarges what L loses,
+  and dg is a difference of what reads and what writes.
+- Sums of g between two tokens, and not differences of sums, so that a strong decay loses nothing of
+  the weak ones behind it. Decays stronger than e^-88 a token are that strong, which fp32 cannot
+  tell from zero.
+- What a norm takes off a gradient, <q, dq> and <k, dk>, is in sums over values, too: <do, o>, and
+  2 <d, z> / beta - <v, z>. So no channel waits for the others.
 """
 
 from __future__ import annotations
@@ -24,21 +30,30 @@ from liger_kernel.ops.recurrent.delta_kernels import (
     EPS,
     KIN,
     KOUT,
-    KOUT_LOW,
     LOG2E,
     QIN,
     VECTORS,
+    _cut,
     _lower_solve,
     _put_square,
-    _split,
     _tile,
 )
 
+# operands of unit length are this times larger in fp16, and for some tokens one product does if each
+# of their decays is between 2^-REACH and 2^REACH from the middle one: so both have all bits of fp16
+LARGE = tl.constexpr(16.0)
+REACH = tl.constexpr(11.0)
+
 
 @jit
-def _columns(x, row, group, col, end, stride, DK: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Some columns of a chunk."""
-    return _tile(x, row, group, col, end, stride, DK, C, BLOCK_K, False)
+def _columns(x, row, group, col, end, stride, WIDTH: tl.constexpr, C: tl.constexpr, COLS: tl.constexpr):
+    """Some columns of a chunk, with 32 bits for places in it."""
+    i = tl.arange(0, C)
+    c = col + tl.arange(0, COLS)
+    mask = (i < end - row)[:, None]
+    if WIDTH % COLS != 0:
+        mask = mask & (c < WIDTH)[None, :]
+    return tl.load(x + (row.to(tl.int64) * stride + group * WIDTH) + (i[:, None] * stride + c[None, :]), mask, 0.0)
 
 
 @jit
@@ -51,39 +66,59 @@ def _columns_of_state(
 
 
 @jit
-def _running_sums(g_ptr, G_ptr, row, length, h, col, H, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The running sum of g in a chunk, of some channels and in units of log 2, and its last row.
-    In memory, ``_to_middle`` finds it."""
-    i = tl.arange(0, C)
-    c = col + tl.arange(0, BLOCK_K)
+def _logarithms(g_ptr, row, length, h, col, H, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """g of a chunk, of some channels and in units of log 2."""
     g = _columns(g_ptr, row, h, col, row + length, H * DK, DK, C, BLOCK_K).to(tl.float32)
-    G = tl.cumsum(tl.where(g < -88.0, -88.0, g), 0) * LOG2E
-    tl.store(G_ptr + i[:, None] * DK + c[None, :], G, mask=(c < DK)[None, :])
-    tl.debug_barrier()
-    return G, tl.sum(tl.where((i == C - 1)[:, None], G, 0.0), 0)
+    return tl.where(g < -88.0, -88.0, g) * LOG2E
 
 
 @jit
-def _rows(G_ptr, i, col, DK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Rows ``i`` of the running sum, some channels."""
-    c = col + tl.arange(0, BLOCK_K)
-    at = G_ptr + i[:, None] * DK + c[None, :]
-    return tl.load(at) if DK % BLOCK_K == 0 else tl.load(at, mask=(c < DK)[None, :], other=0.0)
+def _kda_tables(sums_ptr, pairs_ptr, LEVELS: tl.constexpr, C: tl.constexpr):
+    """Matrices of 0, 1 and -1. Of sums, for the token i of row i: tokens up to it; those behind it;
+    for each level those between it and the last token of the lower half of its 2^level
+    tokens, with a sign. Then, for each level, which tokens before i are in its 2^level tokens, and
+    which of these in the lower half of 2^(level + 1), if i is in the upper one."""
+    which = tl.program_id(0)
+    i = tl.arange(0, C)
+    r, c = i[:, None], i[None, :]
+    at = (which * C + r) * C + c
+    if which < LEVELS + 3:
+        upto = (c <= r).to(tl.float32)
+        bits = tl.maximum(which - 2, 0)
+        middle = (r >> bits << bits) + ((1 << bits) >> 1) - 1
+        between = upto - (c <= middle).to(tl.float32)
+        found = tl.where(which == 0, upto, tl.where(which == 1, 1 - upto, between))
+        tl.store(sums_ptr + at, found.to(sums_ptr.dtype.element_ty))
+    apart = r ^ c
+    here = tl.where(which <= LEVELS, apart >> which == 0, apart >> tl.maximum(which - LEVELS - 1, 0) == 1)
+    tl.store(pairs_ptr + at, (here & (c < r)).to(pairs_ptr.dtype.element_ty))
 
 
 @jit
-def _to_middle(G, G_ptr, i, col, bits, UNIT: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The decay between each token and the last one of the lower half of its 2^(bits + 1)
-    tokens."""
-    middle = (i >> (bits + 1) << (bits + 1)) + ((1 << bits) - 1)
-    after = G - _rows(G_ptr, middle, col, DK, BLOCK_K)
-    return tl.exp2(tl.where((i > middle)[:, None], after, -after)).to(UNIT)
+def _pairs_at(bits, low, LEVELS: tl.constexpr):
+    """Which table has the pairs for which 2^bits tokens do: all of them in the least blocks, and in
+    larger ones those of the two halves."""
+    return tl.where(bits == low, bits, LEVELS + bits)
 
 
 @jit
-def _meet(i, bits):
-    """Which tokens of a chunk are in the two halves, of 2^bits tokens, of one whole, in any order."""
-    return ((i[:, None] ^ i[None, :]) >> bits) == 1
+def _table(ptr, which, C: tl.constexpr):
+    i = tl.arange(0, C)
+    return tl.load(ptr + (which * C + i[:, None]) * C + i[None, :])
+
+
+@jit
+def _sums(ptr, which, x, C: tl.constexpr, PRECISION: tl.constexpr):
+    """A table times x, in fp32 or in two parts of bf16: what is added up is
+    between two tokens, so that nothing large cancels."""
+    table = _table(ptr, which, C)
+    if tl.bfloat16 == ptr.dtype.element_ty:
+        high, low = _cut(x, tl.bfloat16)
+        found = tl.dot(table, low)
+        found = tl.dot(table, high, found)
+    else:
+        found = tl.dot(table, x, input_precision=PRECISION)
+    return found
 
 
 @jit
@@ -94,12 +129,13 @@ def _diagonal(x, C: tl.constexpr):
 
 @jit
 def _kda_prepare(
-    q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr, Q_ptr, P_ptr, vec_ptr, norm_ptr, G_ptr, decayed_ptr, last_ptr, sq, sk, H,
-    scale,
+    q_ptr, k_ptr, g_ptr, beta_ptr, chunks_ptr, Q_ptr, P_ptr, vec_ptr, norm_ptr, low_ptr, decayed_ptr, last_ptr,
+    sums_ptr, pairs_ptr, sq, sk, H, scale,
     NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, LEVELS: tl.constexpr,
     INNER: tl.constexpr, SOLVE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and one head: Q, P, beta, and k and q with their decays."""
+    """One chunk and one head: Q, P, beta, k and q with their decays, and for how many tokens one
+    product does, 2 to the power of ``low``."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
@@ -131,34 +167,43 @@ def _kda_prepare(
         tl.store(norms + C, rk)
         tl.store(norms + 2 * C, unit_q)
         tl.store(norms + 3 * C, unit_k)
-        P = tl.where(i[:, None] == i[None, :], (qk * unit_q * unit_k)[:, None], 0.0)
+        P = tl.zeros((C, C), tl.float32)
         L = tl.zeros((C, C), tl.float32)
+        low = LEVELS + 0 * length
         for start in range(0, DK, BLOCK_K):
             col = start + tl.arange(0, BLOCK_K)
             known = (col < DK)[None, :]
-            sums = G_ptr + at * (C * DK)
-            G, last = _running_sums(g_ptr, sums, row, length, h, start, H, C, DK, BLOCK_K)
+            g = _logarithms(g_ptr, row, length, h, start, H, C, DK, BLOCK_K)
+            last = tl.sum(g, 0)
             k = _columns(k_ptr, row, h, start, end, sk, DK, C, BLOCK_K)
             q = _columns(q_ptr, row, h, start, end, sq, DK, C, BLOCK_K)
             tl.store(last_ptr + at * DK + col, tl.exp2(last), mask=col < DK)
-            decayed = decayed_ptr + at * ((3 + SPLIT) * C * DK) + i[:, None] * DK + col[None, :]
-            tl.store(decayed + QIN * C * DK, (q * (rq * scale)[:, None] * tl.exp2(G)).to(DT), mask=known)
-            tl.store(decayed + KIN * C * DK, (k * rk[:, None] * tl.exp2(G)).to(DT), mask=known)
-            behind, behind_low = _split(k * rk[:, None] * tl.exp2(last[None, :] - G), DT)
-            tl.store(decayed + KOUT * C * DK, behind, mask=known)
-            if SPLIT:
-                tl.store(decayed + KOUT_LOW * C * DK, behind_low, mask=known)
-            k, q = (k * unit_k[:, None]).to(UNIT), (q * unit_q[:, None]).to(UNIT)
-            for level in tl.range(LEVELS, num_stages=1):
-                x = _to_middle(G, sums, i, start, level, UNIT, DK, BLOCK_K)
-                here = _meet(i, level) & (i[:, None] > i[None, :])
-                low = tl.trans(k * x)
-                L += tl.where(here, tl.dot(k * x, low, input_precision=INNER), 0.0)
-                P += tl.where(here, tl.dot(q * x, low, input_precision=INNER), 0.0)
-        size_k, size_q = rk / unit_k, rq / unit_q * scale
-        _put_square(P_ptr, at, P * size_q[:, None] * size_k[None, :], SPLIT, C)
-        t = row.to(tl.int64) + i
-        beta = tl.load(beta_ptr + t * H + h, mask=i < length, other=0.0).to(tl.float32)
+            decayed = decayed_ptr + at * (3 * C * DK) + i[:, None] * DK + col[None, :]
+            left = tl.exp2(_sums(sums_ptr, 0, g, C, SOLVE))
+            tl.store(decayed + QIN * C * DK, (q * (rq * scale)[:, None] * left).to(DT), mask=known)
+            tl.store(decayed + KIN * C * DK, (k * rk[:, None] * left).to(DT), mask=known)
+            behind = tl.exp2(_sums(sums_ptr, 1, g, C, SOLVE))
+            tl.store(decayed + KOUT * C * DK, (k * rk[:, None] * behind).to(DT), mask=known)
+            k, q = (k * (unit_k * LARGE)[:, None]).to(UNIT), (q * (unit_q * LARGE)[:, None]).to(UNIT)
+            bits = LEVELS + 1 + 0 * length
+            fits = length < 0
+            while not fits:
+                bits -= 1
+                after = _sums(sums_ptr, 2 + bits, g, C, SOLVE)
+                fits = (tl.max(tl.max(tl.abs(after), 1), 0) <= REACH) | (bits == 0)
+                here = _table(pairs_ptr, _pairs_at(bits, tl.where(fits, bits, -1), LEVELS), C).to(tl.float32)
+                x = tl.exp2(tl.minimum(after, REACH)).to(UNIT)
+                written = tl.trans(k * tl.exp2(tl.minimum(-after, REACH)).to(UNIT))
+                # of what is not here, some is infinite
+                L += tl.where(here > 0, tl.dot(k * x, written, input_precision=INNER), 0.0)
+                P += tl.where(here > 0, tl.dot(q * x, written, input_precision=INNER), 0.0)
+            low = tl.minimum(low, bits)
+        tl.store(low_ptr + at, low)
+        size_k, size_q = rk / (unit_k * LARGE), rq / (unit_q * LARGE) * scale
+        P *= size_q[:, None] * size_k[None, :]
+        P = tl.where(i[:, None] == i[None, :], (qk * rq * rk * scale)[:, None], P)
+        _put_square(P_ptr, at, P, SPLIT, C)
+        beta = tl.load(beta_ptr + (row.to(tl.int64) * H + h) + i * H, mask=i < length, other=0.0).to(tl.float32)
         # so that e = d / beta
         beta = tl.where(tl.abs(beta) < TINY, TINY, beta)
         tl.store(vec_ptr + at * (VECTORS * C) + BETA * C + i, beta)
@@ -166,31 +211,15 @@ def _kda_prepare(
 
 
 @jit
-def _store_normalised(
-    dx_ptr, dx, dot, x, r, row, length, h, col, H,
-    NORM: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr,
+def _kda_inputs(
+    g_ptr, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, z_ptr, d_ptr, d_low_ptr, S_ptr, dS_ptr, norm_ptr, last_ptr, low_ptr,
+    vec_ptr, sums_ptr, pairs_ptr, own_ptr, part_ptr, chunks_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, sq, sk, sv, sdo, H,
+    scale,
+    NORM: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
+    DV: tl.constexpr, LEVELS: tl.constexpr, INNER: tl.constexpr, SOLVE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the gradient of x, from that of its rows times r, their inverse norms, and
-    the products ``dot`` of these rows with their gradients."""
-    if NORM:
-        dx = (dx - x * (r * dot)[:, None]) * r[:, None]
-    i = tl.arange(0, C)
-    c = col + tl.arange(0, BLOCK_K)
-    out = (row + i).to(tl.int64)[:, None] * (H * DK) + (h * DK + c)[None, :]
-    tl.store(dx_ptr + out, dx.to(dx_ptr.dtype.element_ty), mask=(i < length)[:, None] & (c < DK)[None, :])
-
-
-@jit
-def _kda_queries(
-    g_ptr, q_ptr, k_ptr, do_ptr, d_ptr, d_low_ptr, S_ptr, norm_ptr, chunks_ptr, dq_ptr, rows_ptr, N_ptr,
-    sq, sk, sdo, H, scale, G_ptr,
-    NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LEVELS: tl.constexpr,
-    INNER: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """One chunk and one head: dq, the part of dg that comes through q, and for ``_kda_keys`` the
-    operand N. Some columns after others, as not all fit into registers; their sums wait in the
-    memory of that part for the norm, which needs those of all."""
+    """One chunk and one head: dq, dk, dg and dbeta, some columns after others."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
@@ -199,155 +228,101 @@ def _kda_queries(
         i = tl.arange(0, C)
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
-        at = n.to(tl.int64) * H + h
-        scale = tl.cast(scale, tl.float32)
-        N = tl.zeros((C, C), tl.float32)
-        N_low = tl.zeros((C, C), tl.float32)
-        for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-            do = _tile(do_ptr, row, h, start, end, sdo, DV, C, BLOCK_V, TMA)
-            d = _tile(d_ptr, row, h, start, end, H * DV, DV, C, BLOCK_V, TMA)
-            N = tl.dot(do, tl.trans(d), N, input_precision=PRECISION)
-            if SPLIT:
-                low = _tile(d_low_ptr, row, h, start, end, H * DV, DV, C, BLOCK_V, TMA)
-                # a product whose sum goes into another product would be spread over other warps
-                N_low = tl.dot(do, tl.trans(low), N_low, input_precision=PRECISION)
-        # by TMA, rows that are not live may be anything
-        N = tl.where((i[:, None] >= i[None, :]) & (i < length)[:, None], N + N_low, 0.0)
-        tl.store(N_ptr + at * (C * C) + i[:, None] * C + i[None, :], N)
-        itself = _diagonal(N, C)
-        norms = norm_ptr + at * (4 * C) + i
-        rq, rk, unit_k = tl.load(norms), tl.load(norms + C), tl.load(norms + 3 * C)
-        N *= (rk / unit_k)[None, :]
-        size = tl.maximum(tl.max(tl.abs(N), 1), 1e-30)
-        N = (N / size[:, None]).to(UNIT)
-        dot = tl.zeros((C,), tl.float32)
-        for col in range(0, DK, BLOCK_K):
-            dq = tl.zeros((C, BLOCK_K), tl.float32)
-            for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-                do = _tile(do_ptr, row, h, start, end, sdo, DV, C, BLOCK_V, TMA)
-                S = _columns_of_state(S_ptr, n * H + h, col, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
-                dq = tl.dot(do, tl.trans(S), dq, input_precision=PRECISION)
-            sums = G_ptr + at * (C * DK)
-            G, _ = _running_sums(g_ptr, sums, row, length, h, col, H, C, DK, BLOCK_K)
-            dq *= tl.exp2(G)
-            k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
-            unit = (k * unit_k[:, None]).to(UNIT)
-            for level in tl.range(LEVELS, num_stages=1):
-                x = _to_middle(G, sums, i, col, level, UNIT, DK, BLOCK_K)
-                here = tl.where(_meet(i, level), N, 0.0)
-                dq += tl.dot(here, unit * x, input_precision=INNER) * size[:, None] * x
-            q = _columns(q_ptr, row, h, col, end, sq, DK, C, BLOCK_K)
-            c = col + tl.arange(0, BLOCK_K)
-            mine = rows_ptr + at * (C * DK) + i[:, None] * DK + c[None, :]
-            tl.store(mine, dq, mask=(c < DK)[None, :])
-            # a token and itself have no decay, so dg has nothing of this
-            dot += tl.sum((dq + k * (itself * rk)[:, None]) * q, 1) * (rq * scale)
-        tl.debug_barrier()
-        for col in range(0, DK, BLOCK_K):
-            c = col + tl.arange(0, BLOCK_K)
-            mine = rows_ptr + at * (C * DK) + i[:, None] * DK + c[None, :]
-            dq = tl.load(mine, mask=(c < DK)[None, :], other=0.0)
-            q = _columns(q_ptr, row, h, col, end, sq, DK, C, BLOCK_K)
-            k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
-            tl.store(mine, dq * q * (rq * scale)[:, None], mask=(c < DK)[None, :])
-            dq = (dq + k * (itself * rk)[:, None]) * scale
-            _store_normalised(dq_ptr, dq, dot, q, rq, row, length, h, col, H, NORM, C, DK, BLOCK_K)
-
-
-@jit
-def _kda_keys(
-    G_ptr, q_ptr, k_ptr, z_ptr, d_ptr, d_low_ptr, S_ptr, dS_ptr, norm_ptr, rows_ptr, N_ptr, part_ptr, chunks_ptr,
-    dk_ptr, dg_ptr, dbeta_ptr, sq, sk, H, scale,
-    NORM: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, LEVELS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One chunk and one head: dk, dg and dbeta, some columns after others as for dq."""
-    n, h = tl.program_id(0) // H, tl.program_id(0) % H
-    length = tl.load(chunks_ptr + 2 * n + 1)
-    if length > 0:
-        UNIT: tl.constexpr = tl.float16 if tl.bfloat16 == dk_ptr.dtype.element_ty else tl.float32
-        i = tl.arange(0, C)
-        row = tl.load(chunks_ptr + 2 * n)
-        end = row + length
         live = i < length
-        t = row.to(tl.int64) + i
         at = n.to(tl.int64) * H + h
-        M = tl.zeros((C, C), tl.float32)
-        M_low = tl.zeros((C, C), tl.float32)
-        for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-            z = _tile(z_ptr, row, h, start, end, H * DV, DV, C, BLOCK_V, TMA)
-            d = _tile(d_ptr, row, h, start, end, H * DV, DV, C, BLOCK_V, TMA)
-            M = tl.dot(z, tl.trans(d), M, input_precision=PRECISION)
-            if SPLIT:
-                low = _tile(d_low_ptr, row, h, start, end, H * DV, DV, C, BLOCK_V, TMA)
-                M_low = tl.dot(z, tl.trans(low), M_low, input_precision=PRECISION)
-        norms = norm_ptr + at * (4 * C) + i
-        rq, rk = tl.load(norms) * tl.cast(scale, tl.float32), tl.load(norms + C)
-        unit_q, unit_k = tl.load(norms + 2 * C), tl.load(norms + 3 * C)
-        M = tl.where((i[:, None] > i[None, :]) & live[:, None], -M - M_low, 0.0)
-        N = tl.load(N_ptr + at * (C * C) + i[None, :] * C + i[:, None])
-        itself = _diagonal(N, C)
-        # of both triangles one is zero
-        M = (M + tl.trans(M)) * (rk / unit_k)[None, :]
-        N *= (rq / unit_q)[None, :]
-        size = tl.maximum(tl.maximum(tl.max(tl.abs(N), 1), tl.max(tl.abs(M), 1)), 1e-30)
-        M, N = (M / size[:, None]).to(UNIT), (N / size[:, None]).to(UNIT)
-        dot = tl.zeros((C,), tl.float32)
-        for col in range(0, DK, BLOCK_K):
-            read = tl.zeros((C, BLOCK_K), tl.float32)
-            written = tl.zeros((C, BLOCK_K), tl.float32)
-            written_low = tl.zeros((C, BLOCK_K), tl.float32)
-            carried = tl.zeros((BLOCK_K,), tl.float32)
-            for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-                z = _tile(z_ptr, row, h, start, end, H * DV, DV, C, BLOCK_V, TMA)
-                d = _tile(d_ptr, row, h, start, end, H * DV, DV, C, BLOCK_V, TMA)
-                S = _columns_of_state(S_ptr, n * H + h, col, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
-                dS = _columns_of_state(dS_ptr, n * H + h, col, start, DK, DV, BLOCK_K, BLOCK_V, TMA)
-                read = tl.dot(z, tl.trans(S), read, input_precision=PRECISION)
-                written = tl.dot(d, tl.trans(dS), written, input_precision=PRECISION)
-                if SPLIT:
-                    low = _tile(d_low_ptr, row, h, start, end, H * DV, DV, C, BLOCK_V, TMA)
-                    written_low = tl.dot(low, tl.trans(dS), written_low, input_precision=PRECISION)
-                carried += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-            sums = G_ptr + at * (C * DK)
-            G = _rows(sums, i, col, DK, BLOCK_K)
-            last = tl.sum(tl.where((i == C - 1)[:, None], G, 0.0), 0)
-            k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
-            q = _columns(q_ptr, row, h, col, end, sq, DK, C, BLOCK_K)
-            read *= -tl.exp2(G)
-            written = (written + written_low) * tl.exp2(last[None, :] - G)
-            # by TMA, rows that are not live may be anything
-            carried = carried * tl.exp2(last) + tl.sum(tl.where(live[:, None], written * k * rk[:, None], 0.0), 0)
-            unit_keys, unit_queries = (k * unit_k[:, None]).to(UNIT), (q * unit_q[:, None]).to(UNIT)
-            for level in tl.range(LEVELS, num_stages=1):
-                x = _to_middle(G, sums, i, col, level, UNIT, DK, BLOCK_K)
-                here = _meet(i, level)
-                # factors keep the products apart, see above
-                factor = x * size[:, None]
-                part = tl.dot(tl.where(here, M, 0.0), unit_keys * x, input_precision=INNER) * factor
-                part += tl.dot(tl.where(here, N, 0.0), unit_queries * x, input_precision=INNER) * factor
-                upper = ((i >> level) & 1 == 1)[:, None]
-                read += tl.where(upper, part, 0.0)
-                written += tl.where(upper, 0.0, part)
-            c = col + tl.arange(0, BLOCK_K)
-            known = (c < DK)[None, :]
-            mine = rows_ptr + at * (C * DK) + i[:, None] * DK + c[None, :]
-            dg = tl.load(mine, mask=known, other=0.0).to(tl.float32) + (read - written) * k * rk[:, None]
-            dg = tl.cumsum(tl.where(live[:, None], dg, 0.0), 0, reverse=True) + carried[None, :]
-            out = dg_ptr + t[:, None] * (H * DK) + (h * DK + c)[None, :]
-            tl.store(out, dg.to(dg_ptr.dtype.element_ty), mask=live[:, None] & known)
-            dk = read + written + q * (itself * rq)[:, None]
-            dot += tl.sum(dk * k, 1) * rk
-            tl.store(mine, dk, mask=known)
-        tl.debug_barrier()
-        for col in range(0, DK, BLOCK_K):
-            c = col + tl.arange(0, BLOCK_K)
-            mine = rows_ptr + at * (C * DK) + i[:, None] * DK + c[None, :]
-            dk = tl.load(mine, mask=(c < DK)[None, :], other=0.0)
-            k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
-            _store_normalised(dk_ptr, dk, dot, k, rk, row, length, h, col, H, NORM, C, DK, BLOCK_K)
+        first = row.to(tl.int64) * H + h
         dbeta = tl.zeros((C,), tl.float32)
         for slice in tl.static_range(SLICES):
             dbeta += tl.load(part_ptr + (at * SLICES + slice) * (2 * C) + i)
-        tl.store(dbeta_ptr + t * H + h, dbeta.to(dbeta_ptr.dtype.element_ty), mask=live)
+        tl.store(dbeta_ptr + first + i * H, dbeta.to(dbeta_ptr.dtype.element_ty), mask=live)
+        do = _tile(do_ptr, row, h, 0, end, sdo, DV, C, BLOCK_V, TMA)
+        z = _tile(z_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V, TMA)
+        d = _tile(d_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V, TMA)
+        d_low = d
+        if SPLIT:
+            d_low = _tile(d_low_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V, TMA)
+        dot_q = tl.zeros((C,), tl.float32)
+        dot_k = tl.zeros((C,), tl.float32)
+        if NORM:
+            o = _columns(o_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V).to(tl.float32)
+            dot_q += tl.sum(o * _tile(do_ptr, row, h, 0, end, sdo, DV, C, BLOCK_V, TMA).to(tl.float32), 1)
+            v = _columns(v_ptr, row, h, 0, end, sv, DV, C, BLOCK_V).to(tl.float32)
+            beta = tl.load(vec_ptr + at * (VECTORS * C) + BETA * C + i)
+            dot_k += 2.0 * beta * dbeta
+            dot_k -= tl.sum(v * _tile(z_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V, TMA).to(tl.float32), 1)
+        N = tl.dot(do, tl.trans(d), input_precision=PRECISION)
+        M = tl.dot(z, tl.trans(d), input_precision=PRECISION)
+        if SPLIT:
+            # a product whose sum goes into another product would be spread over other warps
+            N += tl.dot(do, tl.trans(d_low), input_precision=PRECISION)
+            M += tl.dot(z, tl.trans(d_low), input_precision=PRECISION)
+        norms = norm_ptr + at * (4 * C) + i
+        rq, rk = tl.load(norms) * tl.cast(scale, tl.float32), tl.load(norms + C)
+        unit_q, unit_k = tl.load(norms + 2 * C), tl.load(norms + 3 * C)
+        # by TMA, rows that are not live may be anything
+        r, c = i[:, None], i[None, :]
+        N = tl.where((r >= c) & live[:, None], N, 0.0)
+        itself = _diagonal(N, C)
+        M = tl.where((r > c) & live[:, None], -M, 0.0)
+        if NORM:
+            N *= tl.cast(scale, tl.float32)
+        else:
+            N *= (rk / unit_k)[None, :] * (rq / unit_q)[:, None]
+            M *= (rk / unit_k)[None, :] * (rk / unit_k)[:, None]
+        size = tl.maximum(tl.maximum(tl.max(tl.abs(N), 1), tl.max(tl.abs(M), 1)), 1e-30)
+        shrunk = 1 / size
+        own = own_ptr + at * (2 * C * C) + i[:, None] * C + i[None, :]
+        tl.store(own, (N * shrunk[:, None]).to(UNIT))
+        tl.store(own + C * C, (M * shrunk[:, None]).to(UNIT))
+        tl.debug_barrier()
+        largest = tl.max(size, 0)
+        size_q, size_k = size * unit_q / (rq * LARGE), size * unit_k / (rk * LARGE)
+        size_w = largest * unit_k / (rk * LARGE)
+        size /= largest
+        # a token and itself have no decay, so dg has nothing of this; and what norms take off
+        scaled_q = tl.load(norms) * tl.cast(scale, tl.float32)
+        itself_q, itself_k = itself * rq * rk, itself * rk * scaled_q
+        off_q, off_k = dot_q * tl.load(norms) * tl.load(norms), dot_k * rk * rk
+        low = tl.load(low_ptr + at)
+        for col in range(0, DK, BLOCK_K):
+            ch = col + tl.arange(0, BLOCK_K)
+            known = live[:, None] & (ch < DK)[None, :]
+            out = i[:, None] * (H * DK) + ch[None, :]
+            g = _logarithms(g_ptr, row, length, h, col, H, C, DK, BLOCK_K)
+            k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
+            q = _columns(q_ptr, row, h, col, end, sq, DK, C, BLOCK_K)
+            S = _columns_of_state(S_ptr, n * H + h, col, 0, DK, DV, BLOCK_K, BLOCK_V, TMA)
+            dS = _columns_of_state(dS_ptr, n * H + h, col, 0, DK, DV, BLOCK_K, BLOCK_V, TMA)
+            dq = tl.dot(do, tl.trans(S), input_precision=PRECISION)
+            read = tl.dot(z, tl.trans(S), input_precision=PRECISION)
+            written = tl.dot(d, tl.trans(dS), input_precision=PRECISION)
+            left = tl.exp2(_sums(sums_ptr, 0, g, C, SOLVE))
+            dq *= left
+            read *= -left
+            written *= tl.exp2(_sums(sums_ptr, 1, g, C, SOLVE))
+            carried = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+            carried *= tl.load(last_ptr + at * DK + ch, mask=ch < DK, other=0.0)
+            carried += tl.sum(tl.where(live[:, None], written * k * rk[:, None], 0.0), 0)
+            keys, queries = (k * (unit_k * LARGE)[:, None]).to(UNIT), (q * (unit_q * LARGE)[:, None]).to(UNIT)
+            for bits in tl.range(low, LEVELS + 1, num_stages=1):
+                after = _sums(sums_ptr, 2 + bits, g, C, SOLVE)
+                x = tl.exp2(tl.minimum(after, REACH))
+                y = tl.exp2(tl.minimum(-after, REACH))
+                here = _table(pairs_ptr, _pairs_at(bits, low, LEVELS), C)
+                N_here, M_here = tl.load(own) * here, tl.load(own + C * C) * here
+                other = keys * y.to(UNIT)
+                # factors keep the products apart, see N
+                dq += tl.dot(N_here, other, input_precision=INNER) * (x * size_q[:, None])
+                read += tl.dot(M_here, other, input_precision=INNER) * (x * size_k[:, None])
+                x = x * size[:, None]
+                part = tl.dot(tl.trans(N_here), queries * x.to(UNIT), input_precision=INNER)
+                part = tl.dot(tl.trans(M_here), keys * x.to(UNIT), part, input_precision=INNER)
+                written += part * (y * size_w[:, None])
+            dg = dq * q * rq[:, None] + (read - written) * k * rk[:, None]
+            dg = tl.where(live[:, None], dg, 0.0)
+            dg += _sums(sums_ptr, 1, dg, C, SOLVE) + carried[None, :]
+            tl.store(dg_ptr + first * DK + out, dg.to(dg_ptr.dtype.element_ty), mask=known)
+            dq = dq * scaled_q[:, None] + k * itself_k[:, None] - q * off_q[:, None]
+            dk = (read + written) * rk[:, None] + q * itself_q[:, None] - k * off_k[:, None]
+            tl.store(dq_ptr + first * DK + out, dq.to(DT), mask=known)
+            tl.store(dk_ptr + first * DK + out, dk.to(DT), mask=known)

@@ -1,6 +1,7 @@
 """``liger bench step``: that it measures what it says, and that a step which learns something
 else gets no ratio."""
 
+import argparse
 import csv
 import importlib.util
 import json
@@ -482,3 +483,9 @@ def test_a_base_in_fp8_learns(how, config, kind, count, tmp_path, monkeypatch):
 def test_compiled_models_learn_the_same(how, tmp_path):
     plain, compiled = (step.run_child(spec(tmp_path, compile=c), tmp_path)["rows"][0] for c in (None, how))
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_model_has_positions_for_the_longest_row(name):
+    a = argparse.Namespace(layers=None, seq=200_000, largest_seq=False, lora=0)
+    assert step.values_of(a, name)["max_position_embeddings"] >= a.seq

@@ -104,7 +104,7 @@ def test_learns_as_the_dequantised_model(published, monkeypatch, of):
 @needs_kernels
 def test_the_report_names_experts_without_adapters(published):
     recognised("gpt_oss")
-    model = load_in_mxfp4(published)
+    model = load_in_mxfp4(published).to(DEVICE)
     (alone,) = projections_report(model).layers
     assert (
         str(alone) == "model.layers.0.mlp.experts: stock (in MXFP4, 0.0 MB: ParametrizedGptOssExperts is not patched)"

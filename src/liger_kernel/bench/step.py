@@ -340,7 +340,7 @@ def write_tokens(kind: str, vocab: int, path: Path) -> None:
 def values_of(a: argparse.Namespace, model: str) -> dict[str, Any]:
     """The configuration to measure, with positions for the longest row."""
     values = MODELS[model] | ({"num_hidden_layers": a.layers} if a.layers else {})
-    longest = max(values["max_position_embeddings"], LONGEST if a.largest_seq else a.seq)
+    longest = max(values.get("max_position_embeddings", 0), LONGEST if a.largest_seq else a.seq)
     return values | {"max_position_embeddings": longest} | ({"pad_token_id": 0} if a.lora else {})
 
 

@@ -118,7 +118,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="batch_invariant: it must be requested of a model that is built"):
         apply_liger_kernel_to_llama(batch_invariant=True)
     gemma = make(Gemma2Config)
-    with pytest.raises(ValueError, match="batch_invariant: (sdpa does not serve gemma2|.* no dropout, softcap)"):
+    with pytest.raises(ValueError, match=r"batch_invariant: (sdpa does not serve gemma2|.* no dropout, softcap)"):
         patch(gemma, batch_invariant=True)
         differing(gemma)  # by other releases of Transformers
     del gemma

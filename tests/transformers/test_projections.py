@@ -278,54 +278,6 @@ def test_scalings_that_are_tensors(ran, scaling, more):
     assert reasons(model) == (set() if ran else {other})
 
 
-def _another(m: nn.Module, name: str, like=torch.clone) -> None:
-    setattr(m, name, nn.Parameter(like(getattr(m, name).detach())))
-
-
-READ = {
-    "a hook": lambda m: m.lora_A["default"].register_forward_hook(lambda *_: None),
-    "a hook on the base": lambda m: m.base_layer.register_forward_pre_hook(lambda *_: None),
-    "a forward": lambda m: m.lora_B["default"].__dict__.update(forward=m.lora_B["default"].forward),
-    "a scale": lambda m: m.scaling.update(default=3.0),
-    "a scale that is a tensor": lambda m: m.scaling.update(default=torch.tensor(3.0)),
-    "an adapter": lambda m: _another(m.lora_B["default"], "weight"),
-    "a weight": lambda m: _another(m.base_layer, "weight"),
-    "a bias": lambda m: setattr(m.base_layer, "bias", nn.Parameter(torch.zeros(m.out_features))),
-    "a dtype": lambda m: m.lora_A["default"].to(torch.float64),
-    "a base": lambda m: setattr(m, "base_layer", nn.Linear(m.in_features, m.out_features, False)),
-    "a base of another class": lambda m: setattr(m.base_layer, "__class__", type("Own", (nn.Linear,), {})),
-    "data": lambda m: setattr(m.base_layer.weight, "data", m.base_layer.weight.data.bfloat16()),
-    "dropout": lambda m: m.lora_dropout.update({"default": nn.Dropout(0.5)}),
-    "no adapter": lambda m: m.enable_adapters(False),
-    "merged": lambda m: m.merge(),
-    "partitioned": lambda m: setattr(m.base_layer.weight, "ds_id", 1),
-    "casts": lambda m: setattr(m, "cast_input_dtype_enabled", False),
-    "trained": lambda m: m.base_layer.weight.requires_grad_(),
-}
-
-
-@pytest.mark.parametrize("change", READ)
-def test_a_layer_is_read_again_when_it_has_changed(change, monkeypatch):
-    """and not before, because reading takes a tenth of the host's time of a step."""
-
-    def seen(m: nn.Module) -> object:
-        found = projections.projection(m, torch.float32)
-        if isinstance(found, str):
-            return found
-        return type(found.weight), [*map(id, found.tensors)], [(a.scale, a.dropout) for a in found.adapters]
-
-    m = adapted(targets=["q_proj"]).base_model.model.model.layers[0].self_attn.q_proj
-    before = projections.projection(m, torch.float32)
-    assert projections.projection(m, torch.float32) is before
-    READ[change](m)
-    found = seen(m)
-    monkeypatch.setattr(projections, "_KEPT", {})
-    read = seen(m)
-    assert found == read or (change == "a scale that is a tensor" and found[2] == read[2] == [(1.0, 0.0)])
-    # what is asked of tensors when they are used need not be read again
-    assert change == "trained" or projections.projection(m, torch.float32) is not before
-
-
 def scaled(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "scaling") and hasattr(m, "lora_A")]
 

@@ -23,7 +23,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,18 +71,12 @@ class Projection:
     adapters: tuple[Adapter, ...] = ()
     magnitude: Tensor | None = None
 
-    @functools.cached_property
-    def ranks(self) -> tuple[tuple[int, float], ...]:
-        """Rank and dropout of each adapter."""
-        return tuple([(a.a.shape[0], a.dropout) for a in self.adapters])
-
     @property
     def gains(self) -> bool:
         """Whether a node of ours helps: there are adapters, or products that PyTorch does not
         have."""
         return bool(self.adapters) or self.weight.gains
 
-    @functools.cached_property
     def tensors(self) -> list[Tensor | None]:
         """All tensors that may have a gradient, in the order of
         ``Projections.weight_gradients``."""
@@ -97,7 +90,7 @@ class Projection:
     def of(self, tensors: Sequence[Tensor | None]) -> Projection:
         """The same projection with other tensors, which come in the order of ``tensors``."""
         # the forward: nothing was exchanged, and nothing need be built
-        if all(map(operator.is_, tensors, self.tensors)):
+        if all(one is other for one, other in zip(tensors, self.tensors())):
             return self
         learnable, bias, magnitude, *rest = tensors
         adapters = tuple(
@@ -112,8 +105,6 @@ class _Stack(NamedTuple):
     dropout. ``spans``: the stacked rows of each."""
 
     adapters: list[tuple[int, int]]  # projection, adapter
-    numbers: list[int]  # of each among all adapters
-    sizes: list[int]
     spans: list[slice]
     rows: int
     dropout: float
@@ -138,9 +129,7 @@ def _layout(adapters: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[list[_
     for group in [plain] * bool(plain) + [[at] for at in every if at not in plain]:
         ends = list(itertools.accumulate((adapters[i][j][0] for i, j in group), initial=0))
         i, j = group[0]
-        spans = [slice(*span) for span in itertools.pairwise(ends)]
-        sizes = [span.stop - span.start for span in spans]
-        stacks.append(_Stack(group, [every.index(at) for at in group], sizes, spans, ends[-1], adapters[i][j][1]))
+        stacks.append(_Stack(group, [slice(*span) for span in itertools.pairwise(ends)], ends[-1], adapters[i][j][1]))
     found = {
         at: (s, span if len(stack.adapters) > 1 else None)
         for s, stack in enumerate(stacks)
@@ -168,7 +157,9 @@ class Projections:
             thin if may_overflow(dtype, thin) else dtype
         )  # the dtype of the products of thin tensors that add to y and dx
         layout = _layout if torch.compiler.is_compiling() else _known_layout  # a compiler warns of caches
-        self.stacks, self.places = layout(tuple([p.ranks for p in projections]))
+        self.stacks, self.places = layout(
+            tuple([tuple([(a.a.shape[0], a.dropout) for a in p.adapters]) for p in projections])
+        )
         self.As: list = []
         self.bs: list = []
         self.xas: list = []
@@ -238,13 +229,15 @@ class Projections:
         self.zs, self.norms = [], []
         # FP8: the largest values of all operands in one launch
         search((p.weight, rows) for p in self.projections)
-        xas = self._parts(self.xas)
         for i, p in enumerate(self.projections):
             # a product that cannot add to y runs first
             y = None if p.weight.accumulates else p.weight.forward(rows, None)
             wide: Tensor | None = None
             for adapter, place in zip(p.adapters, self.places[i]):
-                xa, b = as_dtype(xas[place.number], self.adding), as_dtype(self.bs[place.number], self.adding)
+                xa, b = (
+                    as_dtype(t, self.adding)
+                    for t in (_columns(self.xas[place.stack], place.span), self.bs[place.number])
+                )
                 # the thin product is written first, the large one adds to it in its epilogue
                 if self.adding == self.dtype:
                     y = add_product(y, xa, b.t(), adapter.scale, out)
@@ -275,14 +268,6 @@ class Projections:
             if p.magnitude is not None
         ]
         return [added(y, _summed_bias(p)) for p, y in zip(self.projections, ys)]
-
-    def _parts(self, thin: list[Tensor]) -> dict[int, Tensor]:
-        """The columns of each adapter in the products of all stacks."""
-        found: dict[int, Tensor] = {}
-        for stack, whole in zip(self.stacks, thin):
-            parts = whole.split_with_sizes(stack.sizes, 1) if stack.sizes[1:] else (whole,)
-            found.update(zip(stack.numbers, parts))
-        return found
 
     def _scaled(self, z: Tensor, magnitude: Tensor, norm: Tensor) -> Tensor:
         return as_dtype(times_columns(z, magnitude / norm), self.dtype)
@@ -344,7 +329,6 @@ class Projections:
         self.grads = [[None] * len(n) for n in need]
         self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.rows, dtype=self.thin) for stack in self.stacks]
         zs, norms = iter(self.zs), iter(self.norms)
-        xas, dxas = self._parts(self.xas), self._parts(self.dxas)
         for i, p in enumerate(self.projections):
             dy, grad, needs = dys[i], self.grads[i], need[i]
             # one sum for the bias of the layer and those of its adapters
@@ -359,11 +343,12 @@ class Projections:
                 dy = times_columns(dy, p.magnitude / norm)
                 self.dy_rows[i] = Operand(dy)
             wide = as_dtype(dy, self.thin) if p.adapters else dy
-            for j, (adapter, (_, _, n)) in enumerate(zip(p.adapters, self.places[i])):
+            for j, (adapter, (s, span, n)) in enumerate(zip(p.adapters, self.places[i])):
+                dxa = _columns(self.dxas[s], span)
                 # straight into its columns of the stack's gradient
-                torch.addmm(dxas[n], wide, self.bs[n], beta=0, alpha=adapter.scale, out=dxas[n])
+                torch.addmm(dxa, wide, self.bs[n], beta=0, alpha=adapter.scale, out=dxa)
                 if needs[3 + 3 * j + 1]:
-                    grad[3 + 3 * j + 1] = add_product(None, wide.t(), xas[n], adapter.scale)
+                    grad[3 + 3 * j + 1] = add_product(None, wide.t(), _columns(self.xas[s], span), adapter.scale)
                 if needs[3 + 3 * j + 2]:
                     grad[3 + 3 * j + 2] = total * adapter.scale
 
@@ -426,7 +411,7 @@ class Projections:
                 p.weight.add_gradient(total, dy, x)
             elif needs[0]:
                 grad[0] = p.weight.gradient(dy, x)
-            for place, (g, n, t) in enumerate(zip(grad, needs, p.tensors)):
+            for place, (g, n, t) in enumerate(zip(grad, needs, p.tensors())):
                 if g is None or not n or t is None:
                     g = None
                 elif place >= 3 and g.dtype != t.dtype:  # of an adapter, so small that all may be there in both dtypes
@@ -459,6 +444,10 @@ class Projections:
             flat += one.weight_gradients(x, need[i : i + 1], None if totals is None else totals[i : i + 1])
             del dy
         return dx, flat
+
+
+def _columns(t: Tensor, span: slice | None) -> Tensor:
+    return t if span is None else t[:, span]
 
 
 def rows_again(saved: Sequence[Tensor | None]) -> Operand:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from liger_kernel import memory
-from liger_kernel._private import apply_node
 from liger_kernel.ops._core.operator import autocast_dtype, once_differentiable, refuse_graphs, rows_of, shaped
 from liger_kernel.ops.projections.adapted import Projection, Projections
 from liger_kernel.ops.projections.weights import Operand, as_dtype
@@ -55,7 +54,7 @@ def dtypes_of(x: Tensor, projections: Sequence[Projection]) -> tuple[torch.dtype
 
 def flat(projections: Sequence[Projection]) -> list[Tensor | None]:
     """All tensors of projections that may have a gradient."""
-    return list(chain.from_iterable([p.tensors for p in projections]))
+    return list(chain.from_iterable(p.tensors() for p in projections))
 
 
 def split(values: Sequence, projections: Sequence[Projection]) -> list[list]:
@@ -135,4 +134,4 @@ def linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
     the dtype of x."""
     refuse_graphs("linears", "products in FP8 have gradients of their own")  # others do not come here then
     dtype, thin = dtypes_of(x, projections)
-    return apply_node(LinearsFunction, as_dtype(x, dtype), tuple(projections), thin, *flat(projections))
+    return LinearsFunction.apply(as_dtype(x, dtype), tuple(projections), thin, *flat(projections))

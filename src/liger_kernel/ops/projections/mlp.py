@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel._private import apply_node
 from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
 from liger_kernel.ops._core.operator import (
     autocast_dtype,
@@ -450,6 +449,6 @@ def adapted_mlp(
     dtype, thin = dtypes_of(x, [*first, down])
     tensors = flat([*first, down])
     form = act, gate_multiplier, down_multiplier
-    return apply_node(
-        AdaptedMLPFunction, as_dtype(x, dtype), tuple(first), down, thin, *form, recompute, ends, tiles, *tensors
+    return AdaptedMLPFunction.apply(
+        as_dtype(x, dtype), tuple(first), down, thin, *form, recompute, ends, tiles, *tensors
     )

@@ -221,8 +221,9 @@ class GLU(Variant):
         activation_of = lambda self: activation(F.silu if act == "F.silu" else getattr(self, act))
         numbers = lambda self: are_numbers(*form.options(self).values())
 
-        def whole(self, x, name, projections):
+        def whole(self, x, name):
             """Run the MLP as one operator; None if it does anything else."""
+            projections = [getattr(self, name) for name in (*inner, outer)]
             if not _whole(x, *projections):
                 return None
             memory.readers_follow()
@@ -232,13 +233,13 @@ class GLU(Variant):
             memory.readers_done()
             return form.after(self, y)
 
-        def adapted(self, x, name, count, projections):
+        def adapted(self, x, name, count):
             """Run the MLP as one node if it has tiles, adapters, or a weight in 8 bits or less;
             None if it has none of them, or if it does more."""
+            projections = [getattr(self, name) for name in (*inner, outer)]
             if (count == 1 and all(type(p) is nn.Linear for p in projections)) or not engine_runs(x, projections):
                 return None
-            dtype = product_dtype(x)
-            found = [projection(p, dtype) for p in projections]
+            found = [projection(p, product_dtype(x)) for p in projections]
             if not _one_node(found, x, count, halves=up == gate):
                 return None
             *first, last = found
@@ -277,9 +278,8 @@ class GLU(Variant):
             # the operators know no limit or slope of the activation
             if name is not None and form.whole and not form.options(self).keys() - {"gate_multiplier"}:
                 # The most that one kernel can do first. Each says None if the layers do more
-                projections = [getattr(self, name) for name in (*inner, outer)]
-                y = whole(self, x, name, projections) if count == 1 else None
-                y = adapted(self, x, name, count, projections) if y is None else y
+                y = whole(self, x, name) if count == 1 else None
+                y = adapted(self, x, name, count) if y is None else y
             if y is None and count > 1:
                 return in_tiles(lambda self, x: by_parts(self, name, x), self, x, tiles)
             return memory.projected(functools.partial(by_parts, self, name), x) if y is None else y

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel import memory
 from liger_kernel.nn.float8 import LigerFloat8Linear
@@ -43,7 +42,7 @@ from liger_kernel.ops.projections.float8_training import RECIPES, Cast, float8_g
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 from liger_kernel.ops.projections.packed_weights import PackedWeight
-from liger_kernel.ops.projections.weights import ByItsModule, Dense, Dequantized, Weight, dense
+from liger_kernel.ops.projections.weights import ByItsModule, Dense, Weight, dense
 from liger_kernel.transformers.recognise.packed_layers import compressed, packed_by_columns
 from liger_kernel.transformers.recognise.variant import Fallback as Fallback
 from liger_kernel.transformers.recognise.variant import are_numbers, decoding, plain, runs_its_class
@@ -354,59 +353,12 @@ def _magnitude(m: Any, name: str, adapter: Adapter, active: int) -> Tensor | Fal
     return Fallback(f"adapter {name!r} has a magnitude and a bias") if adapter.bias is not None else holder.weight
 
 
-# of each layer of PEFT, what it was last read from, and what it computes then
-_KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, Projection]] = weakref.WeakKeyDictionary()
-
-
-def _state(m: Any, dtype: torch.dtype) -> tuple | None:
-    """All that ``projection`` reads of a layer with one adapter whose base is dense or in 4 bits: while it is the
-    same, so is the projection. To compare it takes a quarter of the time of reading. It holds no tensor, whose
-    comparison would make the host wait, but ids, of tensors that the projection holds. None for other layers."""
-    own = m.__dict__
-    parts, active = own["_modules"], own.get("_active_adapter")
-    if type(active) is list and len(active) == 1:
-        active = active[0]
-    if type(active) is not str or own["_disable_adapters"] or own["merged_adapters"] or active in own["lora_variant"]:
-        return None
-    if _has_any_global_hook() or active not in parts["lora_A"]._modules:
-        return None
-    base = parts["base_layer"]
-    a, b, drop = [parts[kind]._modules[active] for kind in ("lora_A", "lora_B", "lora_dropout")]
-    for each in (m, base, a, b, drop):
-        of = each.__dict__
-        if "forward" in of or of["_forward_hooks"] or of["_forward_pre_hooks"]:
-            return None
-        if of["_backward_hooks"] or of["_backward_pre_hooks"]:
-            return None
-    tensors = [each._parameters.get(name) for each in (base, a, b) for name in ("weight", "bias")]
-    w, _, wa, _, wb, _ = tensors
-    stored, scale, p = getattr(w, "quant_state", None), own["scaling"][active], drop.__dict__.get("p", 0.0)
-    # a tensor that only represents one has another class
-    if w is None or not type(wa) is type(wb) is nn.Parameter or not type(scale) is type(p) is float:
-        return None
-    computes = w.dtype if stored is None else getattr(base, "compute_dtype", None)
-    classes = type(m), type(m).forward, type(base), type(a), type(b), type(drop), nn.Linear.forward
-    numbers = scale, p, drop.training, own.get("fan_in_fan_out"), own.get("cast_input_dtype_enabled")
-    dtypes = dtype, computes, w.dtype, wa.dtype, wb.dtype
-    autocast = computes is dtype or torch.is_autocast_enabled(w.device.type)
-    held = id(stored), w.data_ptr(), w.shape, wa.shape, wb.shape, [hasattr(t, "ds_id") for t in (w, wa, wb)]
-    return classes, numbers, dtypes, autocast, held, [*map(id, tensors)]
-
-
 def projection(m: Any, dtype: torch.dtype) -> Projection | Fallback:
     """What ``m`` computes from an input of this dtype, if our engine can run it; otherwise the
     reason."""
     cls = type(m)
-    if (kept := _KEPT.get(m)) is not None and kept[0] == _state(m, dtype):
-        return kept[1]
     if is_adapted(m):
-        seen = _state(m, dtype)
-        found = adapted_layer(m, dtype) if runs_its_class(m) else Fallback("hooks, or a forward of its own")
-        if seen is not None and isinstance(found, Projection) and isinstance(found.weight, (Dense, Dequantized)):
-            _KEPT[m] = seen, found
-        else:  # what it was is nobody's any more
-            _KEPT.pop(m, None)
-        return found
+        return adapted_layer(m, dtype) if runs_its_class(m) else Fallback("hooks, or a forward of its own")
     # an adapter of another method, such as LoHa or IA3
     if cls not in _ALONE and hasattr(m, "base_layer"):
         return Fallback(f"a layer of class {cls.__module__}.{cls.__name__}")
@@ -554,7 +506,7 @@ def _drops(m: nn.Module) -> bool:
 
 def fitting(found: Projection, width: int, device: torch.device) -> bool:
     """Whether a layer accepts inputs of this width, and its adapters are on this device."""
-    return found.weight.shape[1] == width and all([a.a.device == device == a.b.device for a in found.adapters])
+    return found.weight.shape[1] == width and all(a.a.device == device == a.b.device for a in found.adapters)
 
 
 def linear(module: Any, x: Any) -> Any:

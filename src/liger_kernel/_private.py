@@ -123,7 +123,11 @@ def new_workspaces() -> None:
 
 
 def observes_steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks see the steps of an optimizer. Without it a step that is replayed would call none."""
+    """Whether hooks of others see the steps of an optimizer: a step that is replayed calls none. Ours learn from
+    the versions of weights, which a replay raises."""
     own: Any = optimizer
     of_all = _optimizers._global_optimizer_pre_hooks, _optimizers._global_optimizer_post_hooks
-    return any((*of_all, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks))
+    hooks = [
+        h for each in (*of_all, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks) for h in each.values()
+    ]
+    return any(not getattr(h, "__module__", "").startswith("liger_kernel.") for h in hooks)

@@ -37,6 +37,8 @@ SPILLS = 48
 # What kernels may spill that no GPU has measured yet: addresses before a loop; in all variants (fp32, heads of 256
 # columns, sm80, sm100) more
 UNTUNED = {
+    # with a window, by documents, with padding: of the batch-invariant mode alone
+    "attention.sink_attention": (192, 192),
     "recurrent.delta_kernels": (384, 8192),
     # tiles of 64 columns, since ptxas 12.8 loses descriptors of narrower ones, and two programs a processor
     "recurrent.kda_kernels": (2048, 4096),

@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_kernel import graphs
+from liger_kernel import _private, graphs
 from liger_kernel.graphs import micro_steps, updates
 from liger_kernel.graphs.recorder import Repeated
+from liger_kernel.ops.projections import float8_training
 
 
 class Operators(TorchDispatchMode):
@@ -306,3 +307,11 @@ def test_runs_of_liger_train_replay_clipping_and_the_step(tmp_path, models_by_re
     assert found["nonfinite_steps"] == want["nonfinite_steps"] == 1
     assert found["losses"] == pytest.approx(want["losses"], rel=1e-5) and want["losses"][-1] < want["losses"][0]
     assert any("1 optimizer steps recorded, 4 replayed" in text for text in said)
+
+
+def test_the_counter_of_weight_casts_is_no_hook_of_others():
+    float8_training._count_steps()
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=True)
+    assert not _private.observes_steps(optimizer)
+    optimizer.register_step_post_hook(print)
+    assert _private.observes_steps(optimizer)

@@ -130,4 +130,4 @@ def observes_steps(optimizer: torch.optim.Optimizer) -> bool:
     hooks = [
         h for each in (*of_all, own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks) for h in each.values()
     ]
-    return any(not getattr(h, "__module__", "").startswith("liger_kernel.") for h in hooks)
+    return any(not str(getattr(h, "__module__", "")).startswith("liger_kernel.") for h in hooks)

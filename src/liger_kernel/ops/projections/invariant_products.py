@@ -250,11 +250,11 @@ def _is_whole(
     M, N, size = a.shape[0], b.shape[1], 16 // a.itemsize
     if not _LEAST <= M <= _most(N):
         return False
-    c = None if c is None or c.ndim < 2 else c
-    if (c is not None and c.shape != (M, N)) or (y is not None and y.shape != (M, N)):
+    rows = None if c is None or c.ndim < 2 else c
+    if any(t is not None and t.shape != (M, N) for t in (rows, y)):
         return False
     apart = []
-    for t in (a, c, y):
+    for t in (a, rows, y):
         if t is None:
             apart.append(0)
             continue

@@ -239,6 +239,7 @@ def by_document() -> None:
     """Attention and products whose order of sums does not depend on the batch."""
     from liger_kernel.ops import sink_attention
     from liger_kernel.ops._core import invariance
+    from liger_kernel.ops.attention.sink_attention import later_attention
     from liger_kernel.ops.projections import invariant_products
 
     invariance.hold(1)
@@ -247,8 +248,15 @@ def by_document() -> None:
         for D, more in ((128, dict()), (64, dict(window=128, first=first, valid=valid))):
             q, k, v = (_new(2, n, 4096, D, dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2))
             sink_attention(q, k, v, sinks, **more).backward(torch.empty_like(q))
-        for N in (16, 48):
-            a, b, y = _new(64, 4096), _new(N, 4096).t(), _new(64, N)
+        later = dict(window=None, made=first, valid=valid, at=_new(1, dtype=torch.int64)[0], scale=1.0)
+        later_attention(
+            _new(2, 8, 1, 128, dtype=torch.bfloat16),
+            *(_new(2, 2, 4096, 128, dtype=torch.bfloat16),) * 2,
+            sinks,
+            **later,
+        )
+        for N, dtype in ((16, torch.float32), (48, torch.float32), (16, torch.bfloat16)):
+            a, b, y = _new(64, 4096, dtype=dtype), _new(N, 4096, dtype=dtype).t(), _new(64, N, dtype=dtype)
             invariant_products._own(a, b, y)
     finally:
         invariance.hold(-1)

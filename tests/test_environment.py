@@ -22,7 +22,6 @@ OF_OPERATORS = ("", "_<OPERATOR>")
 MADE = {
     "compat/backends.py": {f"LIGER_KERNEL_{word}{name}" for word in ("IMPL", "BACKEND") for name in OF_OPERATORS},
     "deploy/flyte1.py": set(ELASTIC),
-    "ops/projections/invariant_products.py": {"CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"},
     "train/ranks.py": set(ELASTIC),
 }
 

@@ -28,7 +28,7 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.names.append(func.__name__.partition(".")[0])
         if self.names[-1] in ("mm", "addmm", "addmm_"):
-            a, b = args[-2:]
+            a, b = [t for t in args if isinstance(t, Tensor)][-2:]
             self.work += a.shape[0] * a.shape[1] * b.shape[1]
         given = {t.untyped_storage()._cdata for t in args if isinstance(t, Tensor)}
         for t in out if isinstance(out, tuple | list) else (out,):

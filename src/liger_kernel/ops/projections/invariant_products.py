@@ -3,7 +3,7 @@
 While the switch is on, each row of a matrix product is summed in an order that depends on the shape
 (N, K) of the weight and not on the number of rows M:
 
-    CUDA  the vendor's product, with the smallest workspace, for pieces of 64 to ``_most`` rows
+    CUDA  cuBLASLt's product, with the smallest workspace, for pieces of 64 to ``_most`` rows
           (fewer rows are filled up with zeros), where this card has been seen to keep the bits of
           rows for many M; else our own product, whose tiles are fixed and which sums K in order
     CPU   one product of numbers after another, slowly: for tests and small models
@@ -41,8 +41,6 @@ _LEAST = 64  # rows: with fewer, cuBLAS takes kernels that sum in another order
 # numbers of rows for which a card is tried; those of between are of the same kernels
 _TRIED = [n for p in range(6, 13) for n in (2**p, 2**p + 1, 5 << p - 2, 3 << p - 1, 7 << p - 2, (2 << p) - 1)]
 _TRIED += [67, 94, 147, 217, 254, 303, 471, 647, 806, 1118, 1950, 2745, 3333, 4999, 6007, 7777]
-# read when cuBLAS makes its handle and its workspace: without room, no product is split along K
-_SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 _lock = threading.RLock()
 _undo: list[Callable[[], Any]] = []
 
@@ -75,18 +73,23 @@ def turn(change: int) -> None:
 
 
 def _turn_on() -> None:
-    before = {name: os.environ.get(name) for name in _SETTINGS}
-    os.environ.update({name: value for name, value in _SETTINGS.items() if before[name] is None})
-    _undo.append(lambda: [os.environ.pop(name, None) for name, value in before.items() if value is None])
-    if torch.backends.cuda.is_built():
+    # KiB, read in each product: without room, none is split along K. cuBLAS's own variable does the same for its
+    # products, but PyTorch reads it by a regular expression, which takes the host 40 us a product
+    if "CUBLASLT_WORKSPACE_SIZE" not in os.environ:
+        os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
+        _undo.append(lambda: os.environ.pop("CUBLASLT_WORKSPACE_SIZE", None))
+    if torch.cuda.is_available():
+        library = torch.backends.cuda.preferred_blas_library
+        _undo.append(functools.partial(library, library()))
+        library("cublaslt")
         of: Any = torch.backends.cuda.matmul
         for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
             _undo.append(functools.partial(setattr, of, name, getattr(of, name)))
             setattr(of, name, False)
     _undo.append(new_workspaces)
     new_workspaces()
-    library = torch.library.Library("aten", "IMPL")
-    _undo.append(library._destroy)
+    operators = torch.library.Library("aten", "IMPL")
+    _undo.append(operators._destroy)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says that its kernels are replaced
         # all before the first is replaced, because they call the vendor's
@@ -97,7 +100,7 @@ def _turn_on() -> None:
             if has_kernel(name, key) or (name in _COMPOSITE and has_kernel("mm", key))
         ]
         for each in ours:
-            library.impl(*each)
+            operators.impl(*each)
 
 
 def _turn_off() -> None:

@@ -22,6 +22,7 @@ BY_HAND = {
     "liger_kernel.compat.backends": "where implementations of an operator are registered",
     "liger_kernel.compat.helpers": "packages that users name",
     "liger_kernel.bench.rivals": "rivals' packages",
+    "liger_kernel.cli": "modules of commands",
     "liger_kernel.engines.vllm": "vLLM's modules",
     "liger_kernel.megatron": "Megatron's modules",
     "liger_kernel.transformers": "its own modules, when a name of theirs is asked for",

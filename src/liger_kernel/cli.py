@@ -4,12 +4,12 @@ env. A command's code is imported only when the command runs, so help is instant
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import liger_kernel
@@ -33,13 +33,26 @@ COMMANDS = {
     "deploy": "render a training job for Kubernetes, submit it, and look after it",
     "env": "versions, the GPU, and whether kernels or PyTorch references run",
 }
-TWO_WORDS = ("bench step", "bench mismatch", "bench report")
+# command -> the module whose ``main`` it is, and the packages that it needs; others are functions of this file
+MODULES = {
+    "chat": ("train.chat", "torch transformers"),
+    "merge": ("train.merge", "torch transformers peft"),
+    "fit": ("train.fit", "torch triton transformers"),
+    "demo": ("train.demo", "torch transformers"),
+    "bench": ("bench.operators", "torch"),
+    "bench step": ("bench.step", "torch transformers"),
+    "bench mismatch": ("bench.mismatch", "torch transformers"),
+    "bench report": ("bench.tables", ""),
+    "tune": ("bench.tune", "torch"),
+    "warmup": ("warmup", "torch triton transformers"),
+    "deploy": ("deploy.command", ""),
+}
 INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit codes that shells report for a program that SIGINT or SIGPIPE ends
 
 
 def train(argv: list[str]) -> int:
     config = from_flags(argv)  # before torch is imported, so that help and errors in flags appear at once
-    _need("torch", "transformers")
+    _need("torch transformers")
     from liger_kernel.train import ranks
 
     if config.nproc is not None:
@@ -63,27 +76,6 @@ def train(argv: list[str]) -> int:
     return 0
 
 
-def chat(argv: list[str]) -> int:
-    _need("torch", "transformers")
-    from liger_kernel.train import chat
-
-    return chat.main(argv)
-
-
-def merge(argv: list[str]) -> int:
-    _need("torch", "transformers", "peft")
-    from liger_kernel.train import merge
-
-    return merge.main(argv)
-
-
-def fit(argv: list[str]) -> int:
-    _need("torch", "triton", "transformers")
-    from liger_kernel.train import fit
-
-    return fit.main(argv)
-
-
 def recipes(argv: list[str]) -> None:
     parser = Parser(prog="liger recipes", description="List the recipes; with a name, copy that one to a file here.")
     parser.add_argument("name", nargs="?", help="a recipe")
@@ -105,13 +97,6 @@ def recipes(argv: list[str]) -> None:
     print(f"{said.replace(f'{name}.yaml', out)}copied to {out}")
 
 
-def demo(argv: list[str]) -> int:
-    _need("torch", "transformers")
-    from liger_kernel.train import demo
-
-    return demo.main(argv)
-
-
 def models(argv: list[str]) -> int:
     parser = Parser(prog="liger models", description="The model families: what is swapped, what is left alone and why.")
     parser.add_argument("model_type", nargs="*", help="only these model types")
@@ -127,7 +112,7 @@ def models(argv: list[str]) -> int:
     a = parser.parse_args(argv)
     if a.write and a.model_type:
         raise UserError("--write writes the whole table: leave out the model types")
-    _need("torch", "transformers")
+    _need("torch transformers")
     from liger_kernel.transformers import table
 
     for name in a.model_type:
@@ -154,53 +139,6 @@ def ops(argv: list[str]) -> None:
         print(f"  {case.name:<20} {kind}".rstrip())
 
 
-def bench(argv: list[str]) -> int:
-    if argv[:1] == ["report"]:
-        from liger_kernel.bench import tables
-
-        return tables.main(argv[1:])
-    if argv[:1] == ["step"]:
-        _need("torch", "transformers")
-        from liger_kernel.bench import step
-
-        return step.main(argv[1:])
-    if argv[:1] == ["mismatch"]:
-        _need("torch", "transformers")
-        from liger_kernel.bench import mismatch
-
-        return mismatch.main(argv[1:])
-    from liger_kernel.bench import arguments
-
-    arguments.operators(argv)  # help and errors in flags appear before torch is imported
-    _need("torch")
-    from liger_kernel.bench import operators
-
-    return operators.main(argv)
-
-
-def tune(argv: list[str]) -> int:
-    from liger_kernel.bench import arguments
-
-    arguments.tune(argv)  # help and errors in flags appear before torch is imported
-    _need("torch")
-    from liger_kernel.bench import tune
-
-    return tune.main(argv)
-
-
-def warmup(argv: list[str]) -> int:
-    _need("torch", "triton", "transformers")
-    from liger_kernel import warmup
-
-    return warmup.main(argv)
-
-
-def deploy(argv: list[str]) -> int:
-    from liger_kernel.deploy import command
-
-    return command.main(argv)
-
-
 def env(argv: list[str]) -> None:
     Parser(prog="liger env", description="What a bug report needs to know.").parse_args(argv)
     from liger_kernel.env_report import print_env_report
@@ -208,8 +146,19 @@ def env(argv: list[str]) -> None:
     print_env_report()
 
 
-def _need(*packages: str) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+def _of_module(name: str, argv: list[str]) -> int:
+    """Run a command of ``MODULES``."""
+    module, packages = MODULES[name]
+    if name in ("bench", "tune"):  # help and errors in flags appear before torch is imported
+        from liger_kernel.bench import arguments
+
+        (arguments.operators if name == "bench" else arguments.tune)(argv)
+    _need(packages)
+    return importlib.import_module(f"liger_kernel.{module}").main(argv)
+
+
+def _need(packages: str) -> None:
+    missing = [name for name in packages.split() if importlib.util.find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise UserError(f"{' and '.join(missing)} {verb} not installed: pip install {' '.join(missing)}")
@@ -231,11 +180,12 @@ def main(argv: list[str] | None = None) -> int:
             command = _command(argv)
             if command is None:
                 return 0
-            name = " ".join(["liger", *argv[: 2 if " ".join(argv[:2]) in TWO_WORDS else 1]])
-            run: Callable[[list[str]], int | None] = globals()[command]
+            words = 2 if " ".join(argv[:2]) in MODULES else 1
+            found = " ".join([command, *argv[1:words]])
+            name, run = f"liger {found}", functools.partial(_of_module, found) if found in MODULES else globals()[found]
             # PEFT reads an old name of transformers: nothing that a user could change
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-            return run(argv[1:]) or 0
+            return run(argv[words:]) or 0
         finally:
             sys.stdout.flush()  # here, so that a closed pipe raises inside this try
     except BrokenPipeError:  # `liger ops | head`

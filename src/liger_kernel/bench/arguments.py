@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from liger_kernel.bench.rivals import PACKAGES
 from liger_kernel.train.mistakes import Parser, UserError, at_least, holds, one_of, writable
@@ -44,9 +45,9 @@ def operators(argv: list[str]) -> argparse.Namespace:
     add("--child", help=argparse.SUPPRESS)
     add("--done", default="[]", help=argparse.SUPPRESS)
     a = parser.parse_args(argv)
-    a.mode = _several("mode", a.mode, MODES)
-    a.dtype = _several("dtype", a.dtype, DTYPES) if a.dtype else None
-    a.against = _several("variant", a.against, (*VARIANTS, *PACKAGES)) if a.against else None
+    a.mode = several("mode", a.mode, MODES)
+    a.dtype = several("dtype", a.dtype, DTYPES) if a.dtype else None
+    a.against = several("variant", a.against, (*VARIANTS, *PACKAGES)) if a.against else None
     at_least(1, repeats=a.repeats)
     a.repeats = 3 if a.smoke else a.repeats
     if a.resume and not a.json:
@@ -63,6 +64,14 @@ def outputs(json: str | None = None, csv: str | None = None, markdown: str | Non
         writable(file=file, ours=ours)
 
 
+def numbers(flag: str, text: str) -> list[int]:
+    """Whole numbers with commas between, the least first."""
+    try:
+        return sorted(map(int, text.split(",")))
+    except ValueError as error:
+        raise UserError(f"--{flag} must be numbers, comma-separated, got {text!r}") from error
+
+
 def tune(argv: list[str]) -> argparse.Namespace:
     """Parse the flags of ``liger tune``."""
     parser = Parser(prog="liger tune", description="Search launch configurations of an operator's kernels on this GPU.")
@@ -77,5 +86,6 @@ def tune(argv: list[str]) -> argparse.Namespace:
     return a
 
 
-def _several(kind: str, text: str, names: tuple[str, ...]) -> list[str]:
+def several(kind: str, text: str, names: Iterable[str]) -> list[str]:
+    """Some of ``names``, with commas between."""
     return [one_of(kind, item.strip(), names) for item in text.split(",")]

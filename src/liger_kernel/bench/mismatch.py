@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from liger_kernel.bench.arguments import outputs
+from liger_kernel.bench.arguments import numbers, outputs, several
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train.files import export
 from liger_kernel.train.mistakes import Parser, UserError, aligned, at_least, mistaken, note, one_of
@@ -86,11 +86,7 @@ def parser_of() -> Parser:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     a = parser_of().parse_args(argv)
-    try:
-        a.batch = sorted(map(int, a.batch.split(",")))
-    except ValueError as error:
-        raise UserError(f"--batch must be numbers, comma-separated, got {a.batch!r}") from error
-    a.against = [one_of("row", name, ROWS) for name in a.against.split(",")]
+    a.batch, a.against = numbers("batch", a.batch), several("row", a.against, ROWS)
     at_least(1, batch=a.batch[0], answers=a.answers, layers=a.layers, prompt=a.prompt, new=a.new)
     at_least(1, train_batch=a.train_batch)
     if not a.temperature > 0:

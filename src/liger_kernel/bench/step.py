@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.bench import own_rows, profile
-from liger_kernel.bench.arguments import outputs
+from liger_kernel.bench.arguments import numbers, outputs, several
 from liger_kernel.bench.results import Row, parts_of, write_csv
 from liger_kernel.bench.tables import text_table
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.patch_options import SWITCHES
-from liger_kernel.train.adamw import KINDS, check, require
+from liger_kernel.train.adamw import KINDS, require
+from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.files import export
-from liger_kernel.train.mistakes import Parser, UserError, aligned, at_least, holds, mistaken, one_of
+from liger_kernel.train.mistakes import Parser, UserError, aligned, at_least, holds, mistaken
 
 
 @dataclass(frozen=True)
@@ -206,28 +207,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     a = parser_of().parse_args(argv)
     if a.smoke:
         a.model, a.batch, a.seq, a.steps, a.warmup, a.profile = "tiny", "2", 64, 3, 2, True
-    try:
-        a.batch = sorted(map(int, a.batch.split(",")))
-    except ValueError as error:
-        raise UserError(f"--batch must be numbers, comma-separated, got {a.batch!r}") from error
+    a.batch = numbers("batch", a.batch)
     if Path(a.model).is_dir():
         raise UserError(f"--model {a.model} needs --data FILE: rows of your own")
-    a.model = [one_of("model", name, MODELS) for name in a.model.split(",")]
-    a.against = [one_of("variant", name, VARIANTS) for name in a.against.split(",")]
+    a.model, a.against = several("model", a.model, MODELS), several("variant", a.against, VARIANTS)
     if a.compile:
         also = (f"{name}+compile".removeprefix("stock+") for name in a.against)
         a.against = list(dict.fromkeys([*a.against, *(name for name in also if name in VARIANTS)]))
     a.parallel = a.parallel or ("ddp" if a.gpus > 1 else None)
     at_least(1, batch=a.batch[0], seq=a.seq, gpus=a.gpus, steps=a.steps, layers=a.layers, tiled_mlp=a.tiled_mlp)
     at_least(0, lengths=a.lengths, warmup=a.warmup, lora=a.lora)
-    for name in () if a.lora_targets is None else a.lora_targets.split(","):
-        one_of("linear layer", name, LINEARS)
+    if a.lora_targets is not None:
+        several("linear layer", a.lora_targets, LINEARS)
     for wrong, message in refused(a):
         if wrong:
             raise UserError(message)
-    with mistaken("", ValueError, ImportError):
-        how = "fsdp2" if a.parallel == "ep" else a.parallel or "none"
-        check(a.optimizer, how, a.optimizer_in_backward, a.optimizer_on_cpu)
+    how = dict(parallel="fsdp2" if a.parallel == "ep" else a.parallel or "none", grad_clip=0, precision="bf16")
+    how |= {} if a.optimizer == "sgd" else {"optimizer": a.optimizer}
+    TrainConfig(**how, optimizer_in_backward=a.optimizer_in_backward, optimizer_on_cpu=a.optimizer_on_cpu)
+    with mistaken("", ImportError):
         require(a.optimizer)
     holds("liger_kernel", a.upstream_path, "--upstream-path", UPSTREAM)
     outputs(a.json, a.csv)
@@ -247,6 +245,10 @@ def refused(a: argparse.Namespace) -> Iterator[tuple[object, str]]:
     yield a.warmup + a.steps < PARITY_STEPS, f"--warmup and --steps must add up to {counted}"
     yield not 0 <= a.masked < 1, f"--masked must be in [0, 1), got {a.masked}"
     yield not 0 <= a.lora_dropout < 1, f"--lora-dropout must be in [0, 1), got {a.lora_dropout}"
+    yield (
+        a.optimizer_on_cpu and a.optimizer != "adamw",
+        f"--optimizer-on-cpu needs --optimizer adamw, got {a.optimizer}",
+    )
     for name in ("lora_targets", "lora_dropout", "dora", "quantize"):
         yield getattr(a, name) and not a.lora, f"--{name.replace('_', '-')} needs --lora R"
     yield own and not a.lora, f"{own} needs --lora R"
@@ -329,7 +331,6 @@ def write_tokens(kind: str, vocab: int, path: Path) -> None:
         tokens = torch.randint(0, vocab, (1 << 22,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     else:
         from liger_kernel.train import data
-        from liger_kernel.train.config import TrainConfig
 
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "liger-kernel"
         tokens = data.load(TrainConfig(vocab=min(vocab, 32768), length=1024, cache=str(cache))).rows.ids

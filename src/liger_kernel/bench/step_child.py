@@ -16,10 +16,8 @@ import contextlib
 import functools
 import gc
 import importlib.util
-import itertools
 import json
 import statistics
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,7 +44,7 @@ def load(path: str | Path) -> ModuleType:
 HERE = Path(__file__).parent
 models = load(HERE / "step_model.py")
 adamw = load(HERE.parent / "train" / "adamw.py")
-PeakMemory = load(HERE.parent / "train" / "measure.py").PeakMemory
+measures = load(HERE.parent / "train" / "measure.py")
 
 BATCHES = 4  # distinct batches, which steps use in turn
 IGNORE = -100
@@ -178,21 +176,13 @@ class Training:
 
     def times(self, data: list[dict[str, Tensor]]) -> list[float]:
         """Milliseconds of each step. On a GPU the host does not wait between them."""
-        ticks: list[Any] = []
-
-        def tick() -> None:
-            if GPU:
-                ticks.append(torch.cuda.Event(enable_timing=True))
-                ticks[-1].record()
-            else:
-                ticks.append(1e3 * time.perf_counter())
-
-        tick()
+        clock = measures.StepClock(self.device)
         for _ in range(self.spec["steps"]):
+            clock.start()
             self.step(data)
-            tick()
+            clock.stop()
         synchronize()
-        return [a.elapsed_time(b) if GPU else b - a for a, b in itertools.pairwise(ticks)]
+        return [1e3 * seconds for seconds in clock.read()]
 
     def measure(self, batch: int) -> dict[str, Any]:
         """Train with batches of this size, and return the fields of a row."""
@@ -202,7 +192,7 @@ class Training:
         for _ in range(spec["warmup"]):
             self.step(data)
         synchronize()
-        memory = PeakMemory(self.device)
+        memory = measures.PeakMemory(self.device)
         times = self.times(data)
         peaks = [memory.read() / 1e9, torch.cuda.max_memory_reserved() / 1e9 if GPU else 0.0]
         first = torch.stack(self.losses[:BATCHES]).float()
@@ -245,7 +235,7 @@ class Training:
     def trial(self, batch: int) -> float:
         """The peak of two steps, in GB: only the second one has the optimizer's state from its
         start."""
-        memory = PeakMemory(self.device)
+        memory = measures.PeakMemory(self.device)
         data = [next(batches(self.spec, batch, self.share, self.device))]
         self.step(data)
         self.step(data)

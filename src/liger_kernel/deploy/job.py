@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -15,6 +14,7 @@ from typing import Any
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import TrainConfig, UserError, checked, read_file
+from liger_kernel.train.mistakes import needs
 from liger_kernel.train.redact import holds_credential
 
 # API versions of the cluster's operators. No other source file names them (docs/guides/clusters.md
@@ -387,15 +387,6 @@ class Job:
         return cls(**values)
 
 
-@contextlib.contextmanager
-def needs(package: str) -> Iterator[None]:
-    """Imports inside are of a package that nothing else of ours needs."""
-    try:
-        yield
-    except ImportError as error:
-        raise UserError(f"liger deploy needs {package}: pip install {package}") from error
-
-
 def _validate(values: dict[str, Any], schemas: dict[str, Schema]) -> None:
     """Raise ``UserError`` with the path of the first value that breaks its schema: a cluster would
     refuse it or misread it."""
@@ -414,7 +405,7 @@ def _validate(values: dict[str, Any], schemas: dict[str, Schema]) -> None:
 @functools.cache
 def _validator() -> Any:
     """The class of ``jsonschema``'s validators, stricter where Python is laxer than a manifest."""
-    with needs("jsonschema"):
+    with needs("liger deploy", "jsonschema"):
         import jsonschema
     draft = jsonschema.Draft7Validator
 

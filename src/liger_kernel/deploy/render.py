@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.deploy import monitoring
-from liger_kernel.deploy.job import KUBERNETES, NAME, Job, Schema, needs
+from liger_kernel.deploy.job import KUBERNETES, NAME, Job, Schema
 from liger_kernel.deploy.manifests import Object, objects
 from liger_kernel.train.config import TrainConfig, UserError, _kinds, read_file
 from liger_kernel.train.files import export
+from liger_kernel.train.mistakes import needs
 
 WRITTEN = ".liger-deploy.json"  # in a folder with rendered files: the digest of each
 
@@ -43,7 +44,7 @@ def write(files: dict[str, str], folder: str | Path) -> list[Path]:
 def dump(documents: list[Object], mark: str = "\0") -> str:
     """The documents as YAML. It quotes texts with the ``mark`` of a template, whose value may
     look like a number, and texts that only Go's YAML misreads."""
-    with needs("pyyaml"):
+    with needs("liger deploy", "pyyaml"):
         import yaml
 
     class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # the former is five times as fast
@@ -70,7 +71,7 @@ def kustomize(job: Job) -> dict[str, str]:
 
 
 def _overlay(folder: str, base: list[Object], wanted: list[Object]) -> dict[str, str]:
-    with needs("jsonpatch"):
+    with needs("liger deploy", "jsonpatch"):
         import jsonpatch
     there = {_file(o): o for o in base}
     new = [o for o in wanted if _file(o) not in there]

@@ -23,7 +23,6 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -54,37 +53,6 @@ KINDS = {
 }
 # torchao's: moments of fewer values, or of no whole number of blocks, stay in the weight's dtype
 LEAST, BLOCK = (4096, 256)
-
-
-def check(name: str, parallel: str, in_backward: bool = False, on_cpu: bool = False) -> None:
-    """``ValueError`` if these do not combine, whatever the model is. ``name`` may be another
-    optimizer's than ``KINDS`` has."""
-    kind = KINDS.get(name)
-    if kind and parallel not in kind.parallel:
-        raise ValueError(f"optimizer {name} needs parallel {either(kind.parallel)}, got {parallel}")
-    if in_backward and parallel not in ("none", *FULLY_SHARDED):
-        modes = either(("none", *FULLY_SHARDED))
-        raise ValueError(
-            f"optimizer_in_backward needs parallel {modes}, got {parallel}: elsewhere gradients are not complete "
-            "when the backward has them"
-        )
-    if on_cpu and parallel not in FULLY_SHARDED:
-        raise ValueError(
-            "optimizer_on_cpu needs parallel fsdp2 or ulysses-fsdp2, whose CPU offload it is, also for one GPU; got "
-            f"{parallel}"
-        )
-    if on_cpu and name != "adamw":
-        raise ValueError(f"optimizer_on_cpu needs optimizer adamw, which has a kernel for CPUs; got {name}")
-    if on_cpu and in_backward:
-        raise ValueError(
-            "optimizer_on_cpu and optimizer_in_backward exclude each other: the backward would wait for each step on "
-            "the CPU"
-        )
-
-
-def either(names: Iterable[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def require(name: str) -> None:

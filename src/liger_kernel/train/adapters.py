@@ -21,7 +21,7 @@ from torch import nn
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import EVERY_LINEAR, TrainConfig, UserError
 from liger_kernel.train.hub import skeleton
-from liger_kernel.train.mistakes import mistaken
+from liger_kernel.train.mistakes import mistaken, needs
 from liger_kernel.train.redact import in_a_line
 
 # the file that makes a folder one of adapters
@@ -50,10 +50,8 @@ def check(config: TrainConfig, device: torch.device) -> None:
 
 
 def _peft() -> Any:
-    try:
+    with needs("lora", "peft"):
         import peft
-    except ImportError as error:
-        raise UserError("lora needs peft: pip install peft") from error
     return peft
 
 

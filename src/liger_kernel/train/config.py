@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from liger_kernel.nearest import did_you_mean
 from liger_kernel.patch_options import SWITCHES, PatchOptions
-from liger_kernel.train.adamw import FULLY_SHARDED, KINDS, check, either
+from liger_kernel.train.adamw import FULLY_SHARDED, KINDS
 from liger_kernel.train.files import write
-from liger_kernel.train.mistakes import Parser, mistaken, regular, similar_file, unique
+from liger_kernel.train.mistakes import Parser, either, needs, regular, similar_file, unique
 from liger_kernel.train.mistakes import UserError as UserError
 from liger_kernel.train.redact import MARK, in_a_line, redacted
 
@@ -73,9 +73,13 @@ NEEDS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("sequence_parallel_size", "parallel", ULYSSES, ""),
     ("optimizer_in_backward", "trainer", ("torch",), ""),
     ("optimizer_on_cpu", "trainer", ("torch",), ""),
+    ("optimizer_in_backward", "parallel", ("none", *FULLY_SHARDED), "elsewhere gradients are complete only later"),
     ("optimizer_in_backward", "grad_clip", (0,), "when the norm is known, the steps are made"),
     ("optimizer_in_backward", "accumulate", (1,), "each backward makes a step"),
     ("optimizer_in_backward", "nonfinite", ("stop",), "some weights have made their step before a gradient is seen"),
+    ("optimizer_on_cpu", "parallel", FULLY_SHARDED, "it is their CPU offload, also for one GPU"),
+    ("optimizer_on_cpu", "optimizer", ("adamw",), "it has a kernel for CPUs"),
+    ("optimizer_on_cpu", "optimizer_in_backward", (False,), "the backward would wait for each step on the CPU"),
     ("lora", "parallel", tuple(mode for mode in PARALLEL if mode != "tp"), "tp does not split adapters"),
     ("quantize", "parallel", ("none", "ddp"), ""),
     # PEFT 0.21 with bitsandbytes 0.50 loses them in the second step
@@ -396,9 +400,10 @@ class TrainConfig(_Kernels):
         return f"{name} {getattr(self, name)}" if isinstance(getattr(self, name), str) else name
 
     def _check_optimizer(self) -> None:
-        with mistaken("", ValueError):
-            check(self.optimizer, self.parallel, self.optimizer_in_backward, self.optimizer_on_cpu)
         kind = KINDS[self.optimizer]
+        if self.parallel not in kind.parallel:
+            modes = either(kind.parallel)
+            raise UserError(f"optimizer {self.optimizer} needs parallel {modes}, got {self.parallel}")
         if kind.by == "torchao" and self.fully_sharded and self.trainer != "torch":
             raise UserError(
                 f"optimizer {self.optimizer} with parallel {self.parallel} needs trainer torch, got {self.trainer}"
@@ -618,10 +623,8 @@ def _is_yaml(path: Path) -> bool:
 
 
 def _yaml() -> Any:
-    try:
+    with needs("YAML", "pyyaml"):
         import yaml
-    except ImportError as error:
-        raise UserError("YAML configs need pyyaml: pip install pyyaml, or use JSON") from error
     return yaml
 
 
@@ -686,9 +689,7 @@ def add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tup
 
 def _help(field: dataclasses.Field, default: Any) -> str:
     text = field.metadata["help"].replace("%", "%%")
-    if default is None or isinstance(default, bool):
-        return text
-    return f"{text} (default: {default:g})" if isinstance(default, float) else f"{text} (default: {default})"
+    return text if default is None or isinstance(default, bool) else f"{text} (default: {_shown(default)})"
 
 
 def from_flags(

@@ -21,17 +21,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from liger_kernel.train.checkpoint import first_whole, torn
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.measure import as_clock
+from liger_kernel.train.mistakes import needs
 from liger_kernel.train.model import save
 from liger_kernel.train.optimizer import optimizer_of, scheduler
 from liger_kernel.train.session import Following, Observers, Session, accept, configured, numbers, refuse_nonfinite
 
-try:
+with needs("trainer lightning", "lightning"):
     import lightning as L
 
     # ``Trainer`` uses this class by default
     from lightning.fabric.plugins import TorchCheckpointIO
-except ImportError as error:
-    raise UserError("trainer lightning needs lightning: pip install lightning") from error
 
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-true", "bf16-mixed": "bf16-mixed"}
 

@@ -52,6 +52,15 @@ def mistaken(what: str, *kinds: type[Exception]) -> Iterator[None]:
         raise UserError(what + why(error, None if kinds else 300)) from error
 
 
+@contextlib.contextmanager
+def needs(what: str, package: str) -> Iterator[None]:
+    """Imports inside are of a package that only ``what`` needs."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(f"{what} needs {package}: pip install {package}") from error
+
+
 def sentence(error: BaseException) -> str | None:
     """One for an error that is the machine's and has many forms: the packages below raise their
     own where no file can be opened. None for others."""
@@ -145,6 +154,12 @@ def one_of(kind: str, name: str, names: Iterable[str]) -> str:
     if name not in names:
         raise UserError(no_such(kind, name, names))
     return name
+
+
+def either(names: Iterable[str]) -> str:
+    """``a, b or c``."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def at_least(least: float, **values: float | None) -> None:

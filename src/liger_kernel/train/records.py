@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from liger_kernel.nearest import did_you_mean, nearest
-from liger_kernel.train.adamw import either
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.hub import on_hub
-from liger_kernel.train.mistakes import existing, mistaken, similar_file, unique
+from liger_kernel.train.mistakes import either, existing, mistaken, needs, similar_file, unique
 
 # a place between two records: how many are before it, the number of the file, how many of that file
 # are before it
@@ -208,10 +207,8 @@ def _txt(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
 
 
 def _parquet(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
-    try:
+    with needs("Parquet", "pyarrow"):
         import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise UserError("Parquet files need pyarrow: pip install pyarrow") from error
     try:
         file = parquet.ParquetFile(path)
         for group in range(file.num_row_groups):

@@ -26,8 +26,8 @@ COMMANDS = {
     "demo": "train a small Llama twice, as Hugging Face ships it and with our kernels, and compare",
     "models": "the model families: what is swapped, what is left alone and why",
     "ops": "the operators and the cases they are tested on",
-    "bench": "measure operators, or with `bench step` whole training steps, beside eager, torch.compile and other "
-    "packages; `bench mismatch`: log-probabilities of samplers beside the training forward's",
+    "bench": "measure operators; `bench step`: training steps; `bench mismatch`: log-probabilities of samplers"
+    " and trainers",
     "tune": "search an operator's launch configurations on this GPU",
     "warmup": "compile the kernels that training a model needs, with or without a GPU",
     "deploy": "render a training job for Kubernetes, submit it, and look after it",

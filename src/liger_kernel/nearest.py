@@ -121,10 +121,10 @@ def meant(name: str, names: Iterable[str]) -> str | None:
     return None
 
 
-def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """``; did you mean rms_norm?``, or nothing."""
     names = list(names)
-    near = meant(name, names) or nearest(name, names, cutoff)
+    near = meant(name, names) or nearest(name, names)
     return f"; did you mean {near}?" if near else ""
 
 

@@ -104,8 +104,7 @@ class PatchOptions:
     )
     head_memory: str | int = _switch(
         "auto",
-        "the logits of the fused head that exist at a time: auto; low: the fewest; or their bytes, such as 2GB: more "
-        "are faster",
+        "logits of the fused head at a time: auto; low: the fewest; or their bytes, such as 2GB: more are faster",
         check=_memory_of_head,
         option="str",
         variants={"low": "low", "2gb": "2GB"},
@@ -123,7 +122,7 @@ class PatchOptions:
         True, "trainers of TRL compute log-probabilities with our head, which stores no logits", option=None
     )
     recurrent: bool = _switch(
-        True, "short convolutions, delta rules and scans of recurrent layers, and of packed documents each by itself"
+        True, "short convolutions, delta rules and scans of recurrent layers, each packed document by itself"
     )
     projections: bool = _switch(True, "linear layers with PEFT's adapters run as one node", option=None)
     fp8: bool | str = _switch(
@@ -135,8 +134,7 @@ class PatchOptions:
     )
     fp8_filter: Filter | None = _switch(  # noqa: RUF009  # a field
         None,
-        "layers that stay as they are, beside heads, routers and small layers: names with commas between, such as "
-        "o_proj,mlp",
+        "layers that stay as they are, beside heads, routers and small layers, such as o_proj,mlp",
         check=_as_it_is,
         option="str",
     )
@@ -144,9 +142,7 @@ class PatchOptions:
         False, "the output head and its loss multiply in FP8, too", check=_as_it_is, variants={"head": True}
     )
     activation_offloading: bool = _request(
-        "offload",
-        "keep the inputs of checkpointed layers, or without checkpointing large activations, in the CPU's memory "
-        "until the backward",
+        "offload", "keep inputs of checkpointed layers, else large activations, in the CPU's memory until the backward"
     )
     keep_attention: bool = _request(
         "attention", "checkpointed layers keep the outputs of attention instead of computing them twice"
@@ -167,8 +163,8 @@ class PatchOptions:
     )
     graphs: bool | str = _switch(
         False,
-        "training steps are replayed from CUDA graphs, recorded for sizes that come twice: for steps that wait for "
-        "the host; auto, and liger train: sizes whose measured step does",
+        "steps that wait for the host are replayed from CUDA graphs, for sizes that come twice; auto, and"
+        " liger train: where a measured step waits",
         check=_when,
         variants={"graphs": True},
     )

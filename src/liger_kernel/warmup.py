@@ -25,11 +25,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         description="Compile the kernels that training a model needs into Triton's cache (TRITON_CACHE_DIR).",
     )
     add = parser.add_argument
-    add(
-        "--config",
-        metavar="FILE",
-        help="a config of liger train, of which model, batch, length, precision, parallel and kernels are read",
-    )
+    add("--config", metavar="FILE", help="a config of liger train")
     add(
         "--model",
         metavar="NAME",

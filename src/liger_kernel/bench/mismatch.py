@@ -210,13 +210,11 @@ def recording(model: Any) -> Iterator[Recording]:
                 seen.experts.setdefault(name, []).append(t.sort(-1).values)
 
     routers = ((name, m) for name, m in model.named_modules() if type(m).__name__.endswith("Router"))
-    hooks = [m.register_forward_hook(lambda _, __, out, name=name: keep(name, out)) for name, m in routers]
-    hooks.append(model.base_model.register_forward_hook(lambda _, __, out: seen.hidden.append(out[0])))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, m in routers:
+            hooks.enter_context(m.register_forward_hook(lambda _, __, out, name=name: keep(name, out)))
+        hooks.enter_context(model.base_model.register_forward_hook(lambda _, __, out: seen.hidden.append(out[0])))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # -- both sides

@@ -113,78 +113,43 @@ def parser_of() -> Parser:
     )
     add("--layers", type=int, metavar="N", help="the number of layers to keep of the model (default: all)")
     flag("--compile", help="each variant also under torch.compile")
-    add(
-        "--attention",
-        metavar="NAME",
-        help="an implementation of Transformers, such as flex_attention (default: sdpa, or eager for models without "
-        "it)",
-    )
+    add("--attention", metavar="NAME", help="such as flex_attention (default: sdpa, or eager for models without it)")
     add(
         "--upstream-path",
         metavar="DIR",
         help=f"where the published package is: pip install --no-deps --target DIR {UPSTREAM}",
     )
-    what = "random tokens (default); real: the sources of Python's library through a BPE trained on them; or rows of "
-    own = "your own, as in `liger train`: then --model is a folder or an id, and the other flags are those of its runs"
+    what = "random tokens (default); real: the sources of Python's library; or rows of "
+    own = "your own, as in `liger train`, whose flags the others then are"
     add("--data", metavar="random|real|FILE", default="random", help=what + own)
     add(
         "--lengths",
         type=int,
         default=0,
         metavar="M",
-        help="the median length of rows, which are padded: 95 is like Alpaca (default: all rows are full)",
+        help="the median length of rows, which are padded: 95 is like Alpaca (default: full rows)",
     )
     add("--masked", type=float, default=0.0, metavar="F", help="the part of the labels that is ignored (default: 0)")
-    add(
-        "--optimizer",
-        choices=("sgd", *KINDS),
-        default="sgd",
-        help="(default: sgd); those with 8bit or bf16 in their names are torchao's, as in liger train",
-    )
-    flag(
-        "--optimizer-in-backward", help="step each parameter when the backward has its gradient, and free the gradient"
-    )
-    flag(
-        "--optimizer-on-cpu",
-        help="keep weights and moments in the CPU's memory, and step there (adamw with --parallel fsdp2)",
-    )
+    add("--optimizer", choices=("sgd", *KINDS), default="sgd", help="as in liger train, or sgd (default)")
+    flag("--optimizer-in-backward", help="step each parameter in the backward, and free its gradient")
+    flag("--optimizer-on-cpu", help="weights and moments in the CPU's memory, which steps there")
     flag("--checkpointing", help="recompute the layers in the backward")
-    add(
-        "--tiled-mlp",
-        type=int,
-        metavar="N",
-        help="the tiles of the MLPs of variants with tiled_mlp (default: tiled_mlp=True, at most 16)",
-    )
-    flag(
-        "--autocast",
-        "--amp",
-        help="run forwards under torch.autocast in bfloat16, as Hugging Face's Trainer does with bf16=True",
-    )
-    add(
-        "--lora",
-        type=int,
-        default=0,
-        metavar="R",
-        help="train adapters of that rank on all linear layers but the head, and on experts (needs peft)",
-    )
-    layers = "put adapters only on these layers, comma-separated; those of an MLP also mean experts"
+    add("--tiled-mlp", type=int, metavar="N", help="tiles of variants with tiled_mlp (default: at most 16)")
+    flag("--autocast", "--amp", help="run forwards under torch.autocast in bfloat16")
+    add("--lora", type=int, default=0, metavar="R", help="train adapters of that rank, also on experts (needs peft)")
+    layers = "layers with adapters, comma-separated; those of an MLP also mean experts (default: all)"
     add("--lora-targets", metavar="NAMES", help=f"{layers}: {', '.join(LINEARS)}")
     add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of the adapters' input (default: 0)")
     flag("--dora", help="train DoRA adapters, with a magnitude for each output")
     frozen = "the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 (one scale a weight) and "
     add("--quantize", choices=("nf4", "int8", *FP8_STORAGES), help=f"{frozen}fp8_rowwise by ours alone")
-    add(
-        "--fp8",
-        choices=RECIPES,
-        help="train linear layers but the head in FP8; ours:bf16 is ours without it, ours:head also with the head",
-    )
+    add("--fp8", choices=RECIPES, help="train linear layers in FP8; ours:bf16 without it, ours:head also with the head")
     add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
     add(
         "--parallel",
         choices=("ddp", "fsdp2", "ep", *SHARED_ROWS),
-        help="how the processes share the model (default: ddp if there are several); ep: each has a part of the "
-        "experts, and all else is as with fsdp2, by Transformers 5.23; with ulysses they share the rows of a step, "
-        "stock models by our code",
+        help="how the processes share the model (default: ddp if there are several); ep: its experts, and all "
+        "else as with fsdp2, by Transformers 5.23; ulysses: the rows of a step, stock models by our code",
     )
     add("--steps", type=int, default=10, help="measured steps (default: 10)")
     add("--warmup", type=int, default=4, help="steps before them (default: 4)")
@@ -195,7 +160,7 @@ def parser_of() -> Parser:
         "--peak-tflops",
         type=float,
         metavar="X",
-        help="what MFU is relative to (default: the rate of a large matrix product, measured now)",
+        help="what MFU is relative to (default: the rate of a large matrix product)",
     )
     add("--json", metavar="FILE", help="write rows as they come")
     add("--csv", metavar="FILE", help="write rows as a table")

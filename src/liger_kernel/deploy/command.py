@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
             help="let kubectl check and change nothing; server asks the cluster's own checks",
         )
     forms = (
-        "the form: plain YAML (default), a folder for kubectl -k, a Helm chart, the config of liger train, "
+        "plain YAML (default), a folder for kubectl -k, a Helm chart, the config of liger train, "
         "Prometheus rules, or a Grafana dashboard"
     )
     rendering.add_argument("--as", dest="form", choices=FORMS, default="yaml", help=forms)

@@ -187,13 +187,8 @@ class Checkpoints:
         tensors, _ = _tensors(model, optimizer)
         save = lambda by: by(tensors, storage_writer=IndexWriter(self._path), process_group=self.ranks.saving)
         if not wait:
-            try:
-                self._future = _then_summed(save(dcp.async_save), self._path, self.ranks.rank)
-                return
-            except RuntimeError as problem:
-                if "start new thread" not in str(problem):
-                    raise
-                note(f"{problem}: training waits for the checkpoint of step {state['step']}")
+            self._future = _then_summed(save(dcp.async_save), self._path, self.ranks.rank)
+            return
         self._future = Future()
         try:
             save(dcp.save)
@@ -202,9 +197,7 @@ class Checkpoints:
         # a full disk, here or on another rank; DCP's error is no Exception
         except (Exception, dcp.api.CheckpointException) as problem:
             self._future.set_exception(problem)
-        if wait:
-            # without it, other ranks have not finished either: ``commit`` comes later
-            self.finish()
+        self.finish()
 
     @property
     def done(self) -> int:

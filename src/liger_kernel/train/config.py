@@ -123,7 +123,7 @@ if TYPE_CHECKING:
         fp8_filter: Any = None
 
 else:
-    _OFF = "off trains the model as Hugging Face ships it; on: as the model family supports, but for the next flags"
+    _OFF = "off: the model as Hugging Face ships it; on: as its family supports, but for the next flags"
     _Kernels = dataclasses.make_dataclass(
         "_Kernels",
         [("kernels", "str", _kernels("on", _OFF, ("on", "off"), fit=True))]
@@ -141,14 +141,11 @@ class TrainConfig(_Kernels):
     ``grad_clip`` is ``--grad-clip``."""
 
     model: str | None = _model(
-        None,
-        "checkpoint folder or Hugging Face id; without it, a small Llama of the sizes below from random weights",
-        fit=True,
+        None, "folder or Hugging Face id; without it, a small Llama of the sizes below in random weights", fit=True
     )
     trust_remote_code: bool = _model(
         False,
-        "run Python code that comes with the model or tokenizer, on every rank and with your rights; without it, "
-        "such a model is refused",
+        "run Python code that comes with the model or tokenizer, with your rights; else such a model is refused",
         fit=True,
     )
     hidden: int = _model(256, "hidden size")
@@ -171,8 +168,7 @@ class TrainConfig(_Kernels):
     lora_dropout: float = _adapters(0.0, "dropout of the adapters' input", fit=True)
     lora_targets: str = _adapters(
         EVERY_LINEAR,
-        "layers with adapters: names with commas between, such as q_proj,v_proj; all-linear: every linear layer but "
-        "the head",
+        "layers with adapters, such as q_proj,v_proj; all-linear: every linear layer but the head",
         fit=True,
     )
     dora: bool = _adapters(
@@ -181,8 +177,8 @@ class TrainConfig(_Kernels):
     rslora: bool = _adapters(False, "scale adapters by alpha / sqrt(rank)")
     merge_aware: bool = _adapters(
         False,
-        "train the adapters as they will be merged into a quantised base: each sum is rounded to the base's own "
-        "numbers, which liger merge --to base writes",
+        "round each sum of a quantised base and its adapters to the base's own numbers, which liger merge"
+        " --to base writes",
     )
     quantize: str | None = _adapters(
         None,
@@ -193,8 +189,8 @@ class TrainConfig(_Kernels):
 
     data: str = _data(
         "stdlib",
-        "'stdlib' (Python's own sources), a .jsonl, .parquet, .csv, .tsv, .json or .txt file, a folder of them or of "
-        "prepared rows, or a Hugging Face dataset id",
+        "stdlib (Python's own sources), a .jsonl, .parquet, .csv, .tsv, .json or .txt file, a folder of "
+        "them or of prepared rows, or a Hugging Face dataset id",
     )
     columns: str | None = _data(
         None,
@@ -202,9 +198,7 @@ class TrainConfig(_Kernels):
         f"question=prompt,answer=completion; ours are {', '.join(COLUMNS)}",
     )
     split: str = _data("train", "split of a Hugging Face dataset")
-    eval_data: str | None = _data(
-        None, "data to evaluate on, of the same kinds (default: a part of the rows of data, see eval_fraction)"
-    )
+    eval_data: str | None = _data(None, "data to evaluate on (default: a part of the rows, see eval_fraction)")
     eval_split: str = _data("test", "split of a Hugging Face dataset that is eval_data")
     limit: int | None = _data(None, "read at most this many records, of data and of eval_data")
     tokenizer: str | None = _data(
@@ -216,43 +210,36 @@ class TrainConfig(_Kernels):
     )
     packing: str = _data(
         "auto",
-        "auto joins plain text, and a conversation is a row; documents packs both, and a document attends to no other",
+        "auto joins plain text, a conversation is a row; documents packs both, and a document attends to no other",
         ("auto", "documents"),
     )
     stream: float = _data(
         0.0,
-        "read, tokenise and shuffle so many millions of characters at a time, during training; 0 tokenises and "
-        "shuffles all data before training",
+        "read, tokenise and shuffle so many millions of characters at a time, during training; 0: all before training",
     )
     eval_fraction: float = _data(0.02, "part of the rows that are kept for evaluation; 0 keeps none")
 
     steps: int = _optimisation(100, "optimizer steps")
     epochs: float = _optimisation(0.0, "passes over the data, which then decide the number of steps; 0: see steps")
     batch: int = _optimisation(8, "rows per forward pass", fit=True)
-    accumulate: int = _optimisation(
-        1, "forward passes per step; each token weighs the same whichever pass and rank it is in", fit=True
-    )
+    accumulate: int = _optimisation(1, "forward passes per step; each token weighs the same", fit=True)
     global_batch: int | None = _optimisation(
-        None,
-        "rows per step of all ranks (default: batch x accumulate x ranks of the first start; a resumed run keeps it)",
+        None, "rows per step of all ranks (default: batch x accumulate x ranks, of the first start)"
     )
     optimizer: str = _optimisation(
         "adamw",
-        "AdamW of PyTorch (adamw) or torchao: with moments in 8 bits (8bit), with stochastic rounding of weights in "
-        "bf16 (bf16), or both",
+        "AdamW of PyTorch (adamw) or torchao: moments in 8 bits (8bit), stochastic rounding of weights in bf16 (bf16)",
         tuple(KINDS),
         fit=True,
     )
     optimizer_in_backward: bool = _optimisation(
         False,
-        "step each parameter when the backward has its gradient, and free the gradient; needs grad_clip 0, trainer "
-        "torch",
+        "step each parameter when the backward has its gradient, and free the gradient; needs grad_clip 0",
         fit=True,
     )
     optimizer_on_cpu: bool = _optimisation(
         False,
-        "keep weights and moments in the CPU's memory, and step there (CPU offload, also for one GPU); needs fsdp2 "
-        "or ulysses-fsdp2",
+        "keep weights and moments in the CPU's memory, and step there; needs fsdp2 or ulysses-fsdp2, also for one GPU",
         fit=True,
     )
     lr: float | None = _optimisation(
@@ -264,9 +251,7 @@ class TrainConfig(_Kernels):
     schedule: str = _optimisation("cosine", "learning rate after warm-up", ("cosine", "linear", "constant", "wsd"))
     warmup: int = _optimisation(10, "steps of linear warm-up")
     min_lr: float = _optimisation(0.1, "last learning rate as a part of the peak")
-    decay: float = _optimisation(
-        0.2, "part of the steps at the end in which wsd (warm-up, stable, decay) falls, linearly"
-    )
+    decay: float = _optimisation(0.2, "part of the steps at the end in which wsd (warm-up, stable, decay) falls")
     nonfinite: str = _optimisation(
         "stop",
         "a step with a NaN or Inf gradient never changes weights: skip continues with the next, stop ends the run",
@@ -281,9 +266,8 @@ class TrainConfig(_Kernels):
     )
     parallel: str = _ranks(
         "none",
-        "how several ranks share the work: copies of the model, its shards, or parts of rows (ulysses, with copies "
-        "or with fsdp2's shards);"
-        " deepspeed-z2 and -z3 need trainer hf, tp and ulysses need torch",
+        "how ranks share the work: copies of the model, its shards, or parts of rows (ulysses); "
+        "deepspeed-z2 and -z3 need trainer hf, tp and ulysses need torch",
         PARALLEL,
         fit=True,
     )
@@ -292,7 +276,7 @@ class TrainConfig(_Kernels):
     )
     nproc: int | None = _ranks(
         None,
-        "start so many processes here, and restart them when one dies; 0: one per GPU (default: one, or torchrun's)",
+        "start so many processes here, again when one dies; 0: one per GPU (default: one, or torchrun's)",
         fit=True,
     )
     nnodes: str = _ranks("1", "machines, or MIN:MAX; with nproc", fit=True)
@@ -301,14 +285,12 @@ class TrainConfig(_Kernels):
     timeout: int = _ranks(600, "seconds without progress after which every rank writes its stack and exits")
 
     checkpoint_every: int = _checkpoints(
-        0, "steps between checkpoints in the run's folder; the last step and SIGTERM write one, too. 0 writes none"
+        0, "steps between checkpoints; the last step and SIGTERM write one, too. 0 writes none"
     )
     checkpoint_keep: int = _checkpoints(2, "newest checkpoints to keep")
     checkpoint_async: bool = _checkpoints(True, "write while training goes on")
     store: str | None = _checkpoints(
-        None,
-        "URI (s3://bucket/run ...) to copy checkpoints to, by fsspec; a run whose own folder has none resumes from "
-        "there",
+        None, "URI (s3://bucket/run ...) to copy checkpoints to; a run whose own folder has none resumes from there"
     )
     resume: bool = _checkpoints(
         True, "resume from the run's latest checkpoint; --no-resume refuses a folder that has any"
@@ -330,9 +312,7 @@ class TrainConfig(_Kernels):
 
     out: str = _run("runs/train", "folder for metrics.json, liger-run.json (the configuration) and checkpoints")
     cache: str | None = _run(None, "folder for tokenised data (default: cache in the folder of the run)")
-    save: str | None = _run(
-        None, "folder for the trained model (safetensors) and its tokenizer, as from_pretrained reads them"
-    )
+    save: str | None = _run(None, "folder for the trained model and its tokenizer, as from_pretrained reads them")
     device: str = _run("auto", "cpu, cuda, cuda:1 ...; auto takes the GPU if there is one")
     precision: str = _run(
         "auto",
@@ -345,10 +325,10 @@ class TrainConfig(_Kernels):
     log_every: int = _run(10, "steps between log lines; the run waits for the GPU only at these lines")
     eval_every: int = _run(0, "steps between evaluations; 0 evaluates once, at the end")
     samples: int = _run(
-        3, "answers to show, as given before training and after it, if a model is tuned to answer and not sharded"
+        3, "answers to show, before training and after it, if a model is tuned to answer and not sharded"
     )
     dry_run: bool = _run(
-        False, "load all, show the summary, three rows with labels marked, and about how long the run takes; then stop"
+        False, "show the summary, three rows with labels marked, and about how long the run takes; then stop"
     )
 
     def __post_init__(self) -> None:
@@ -692,32 +672,20 @@ def _help(field: dataclasses.Field, default: Any) -> str:
     return text if default is None or isinstance(default, bool) else f"{text} (default: {_shown(default)})"
 
 
-def from_flags(
-    argv: list[str],
-    prog: str = "liger train",
-    description: str = "Train or fine-tune a causal language model.",
-    defaults: TrainConfig | None = None,
-    fixed: tuple[str, ...] = (),
-) -> TrainConfig:
+def from_flags(argv: list[str]) -> TrainConfig:
     """The configuration of a command line: flags override ``--config FILE``, which overrides the
-    defaults. ``fixed`` names have no flag."""
-    defaults = defaults or TrainConfig()
-    return configured(read_flags(argv, prog, description, defaults, fixed), defaults)
+    defaults."""
+    description, defaults = "Train or fine-tune a causal language model.", TrainConfig()
+    return configured(read_flags(argv, "liger train", description, defaults), defaults)
 
 
 def read_flags(
     argv: list[str], prog: str, description: str, defaults: TrainConfig, fixed: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """The flags that are given, without those of ``fixed`` names; ``--help`` shows ``defaults``."""
-    parser = Parser(
-        prog=prog,
-        usage="%(prog)s [--config FILE] [--name value ...]",
-        description=description,
-        formatter_class=Formatter,
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML or JSON file with any of the names below; flags win over it"
-    )
+    usage = "%(prog)s [--config FILE] [--name value ...]"
+    parser = Parser(prog=prog, usage=usage, description=description, formatter_class=Formatter)
+    parser.add_argument("--config", metavar="FILE", help="YAML or JSON file of these names; flags win over it")
     add_flags(parser, defaults, fixed)
     if "save" not in fixed:
         # others' folder of checkpoints, and at the end of the model

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -87,14 +88,10 @@ def followed(meter: Any, on_cpu: bool) -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as stack:
-        for name, label in (
-            ("unshard", "gathered weights"),
-            ("wait_for_unshard", "gathered weights"),
-            ("post_backward", "gradients"),
-        ):
-            method = getattr(FSDPParamGroup, name)
-            stack.callback(setattr, FSDPParamGroup, name, method)
-            setattr(FSDPParamGroup, name, labelled(method, label))
+        for name in ("unshard", "wait_for_unshard", "post_backward"):
+            label = "gradients" if name == "post_backward" else "gathered weights"
+            wrapped = labelled(getattr(FSDPParamGroup, name), label)
+            stack.enter_context(mock.patch.object(FSDPParamGroup, name, wrapped))
         yield
 
 

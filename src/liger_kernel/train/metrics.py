@@ -17,6 +17,7 @@ import json
 import math
 import socket
 import sys
+import threading
 import time
 import urllib.parse
 import uuid
@@ -29,32 +30,30 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
 from liger_kernel.train.files import NUMBER, append, fits, write
 from liger_kernel.train.mistakes import note
-from liger_kernel.train.ranks import optional_thread
 from liger_kernel.train.redact import in_a_line, redacted
 
-# name on the endpoint -> (key of a log line, kind, what it is)
+# name on the endpoint -> (key of a log line, what it is); what ends in _total is a counter
 EXPORTED = {
-    "step": ("step", "gauge", "Optimizer steps done"),
-    "loss": ("loss", "gauge", "Loss of the last step, mean over its tokens"),
-    "learning_rate": ("lr", "gauge", "Learning rate of the last step"),
-    "gradient_norm": ("grad_norm", "gauge", "Norm of the gradient before clipping"),
-    "tokens_total": ("tokens", "counter", "Tokens trained on by all ranks since the first start"),
-    "tokens_per_second": ("tokens_per_second", "gauge", "Tokens of all ranks per second since the log line before"),
-    "mfu": ("mfu", "gauge", "Model FLOPs over what the GPUs could do"),
-    "step_seconds_p50": ("step_seconds_p50", "gauge", "Median time of a step since the log line before"),
-    "step_seconds_p95": ("step_seconds_p95", "gauge", "95th percentile of the time of a step"),
-    "data_wait_seconds": ("data_wait_seconds", "gauge", "Mean time of a step in which batches were made"),
-    "memory_bytes": ("memory", "gauge", "Peak memory of this rank"),
-    "nonfinite_steps_total": ("nonfinite_steps", "counter", "Steps skipped because of a NaN or Inf"),
-    "restarts_total": ("restarts", "counter", "Restarts of this rank"),
-    "checkpoint_step": ("checkpoint_step", "gauge", "Step of the newest checkpoint on disk"),
-    "checkpoint_time_seconds": ("checkpoint_time", "gauge", "Unix time of the newest checkpoint on disk"),
+    "step": ("step", "Optimizer steps done"),
+    "loss": ("loss", "Loss of the last step, mean over its tokens"),
+    "learning_rate": ("lr", "Learning rate of the last step"),
+    "gradient_norm": ("grad_norm", "Norm of the gradient before clipping"),
+    "tokens_total": ("tokens", "Tokens of all ranks since the first start"),
+    "tokens_per_second": ("tokens_per_second", "Tokens of all ranks per second since the log line before"),
+    "mfu": ("mfu", "Model FLOPs over what the GPUs could do"),
+    "step_seconds_p50": ("step_seconds_p50", "Median time of a step since the log line before"),
+    "step_seconds_p95": ("step_seconds_p95", "95th percentile of the time of a step"),
+    "data_wait_seconds": ("data_wait_seconds", "Mean time of a step in which batches were made"),
+    "memory_bytes": ("memory", "Peak memory of this rank"),
+    "nonfinite_steps_total": ("nonfinite_steps", "Steps skipped because of a NaN or Inf"),
+    "restarts_total": ("restarts", "Restarts of this rank"),
+    "checkpoint_step": ("checkpoint_step", "Step of the newest checkpoint on disk"),
+    "checkpoint_time_seconds": ("checkpoint_time", "Unix time of the newest checkpoint on disk"),
     "checkpoint_failures_total": (
         "checkpoint_failures",
-        "counter",
-        "Checkpoints that could not be written, or not be copied to the store at the first attempt",
+        "Checkpoints that could not be written, or not copied to the store at first",
     ),
-    "kernels_compiled_total": ("kernels_compiled", "counter", "Kernels compiled after training began"),
+    "kernels_compiled_total": ("kernels_compiled", "Kernels compiled after training began"),
 }
 
 
@@ -148,12 +147,12 @@ class Endpoint:
         self.port = self._listener.getsockname()[1]
         self._clients: set[asyncio.Task] = set()
         self._ended = False
-        self._thread = optional_thread(lambda: asyncio.run(self._serve()), "metrics", f"no metrics on {host}:{port}")
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         self._ended = True
-        if self._thread:
-            self._thread.join()
+        self._thread.join()
         self._listener.close()
 
     async def _serve(self) -> None:
@@ -218,8 +217,9 @@ class Endpoint:
 def exposition(values: dict[str, Any], rank: int) -> str:
     """``values``, by the names of ``EXPORTED``, in Prometheus' format."""
     text = ""
-    for name, (key, kind, help) in EXPORTED.items():
+    for name, (key, help) in EXPORTED.items():
         if values.get(key) is not None:
+            kind = "counter" if name.endswith("_total") else "gauge"
             text += (
                 f'# HELP liger_{name} {help}\n# TYPE liger_{name} {kind}\nliger_{name}{{rank="{rank}"}} '
                 f"{float(values[key])!r}\n"

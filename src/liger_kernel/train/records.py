@@ -40,6 +40,8 @@ from liger_kernel.train.mistakes import either, existing, mistaken, needs, simil
 # are before it
 Place = tuple[int, int, int]
 BEGIN: Place = (0, 0, 0)
+# a record, and the place behind it
+PlacedRecord = tuple[dict[str, Any], Place]
 # Parts of the standard library that are not prose or code written by people for people.
 NOT_TEXT = "site-packages dist-packages test tests idlelib lib2to3 ensurepip turtledemo encodings __pycache__"
 
@@ -65,7 +67,7 @@ class Records:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (record for record, _ in self.since(BEGIN))
 
-    def since(self, place: Place) -> Iterator[tuple[dict[str, Any], Place]]:
+    def since(self, place: Place) -> Iterator[PlacedRecord]:
         """Those from a place on, each with the place behind it."""
         number, file, within = place
         renamed = self.config.renamed
@@ -222,14 +224,8 @@ def _parquet(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: {error}") from error
 
 
-READERS: dict[str, Any] = {
-    ".jsonl": _jsonl,
-    ".parquet": _parquet,
-    ".csv": _csv,
-    ".tsv": _csv,
-    ".json": _json,
-    ".txt": _txt,
-}
+READERS: dict[str, Any] = {".jsonl": _jsonl, ".parquet": _parquet, ".csv": _csv, ".tsv": _csv}
+READERS |= {".json": _json, ".txt": _txt}
 FOLDERS = ((".jsonl", ".parquet"), (".csv", ".tsv"), (".json",), (".txt",))
 
 

@@ -38,6 +38,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -300,28 +301,22 @@ def _marks(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
     """Tell the meter which phase of a step begins. The head has no hook, because a head with
     hooks is not fused."""
     last = len(layers) - 1
-    names = {
-        last - 1: "backward: last layer but one",
-        1: "backward: second layer",
-        last: "backward: last layer",
-        0: "backward: first layer",
-    }
+    # of a place with two names, the last
+    names = {last - 1: "last layer but one", 1: "second layer", last: "last layer", 0: "first layer"}
 
     def left(i: int, layer: nn.Module, args: Any, out: Any) -> None:
         if meter.label != "activations":
             # a checkpointed layer runs again in the backward
             return
         out = out[0] if isinstance(out, tuple) else out
-        out.register_hook(lambda gradient: meter.begin("temporary", names.get(i, "backward: other layers")))
+        out.register_hook(lambda gradient: meter.begin("temporary", f"backward: {names.get(i, 'other layers')}"))
         if i == last:
             meter.begin("head and loss", "head and loss")
 
-    hooks = [layer.register_forward_hook(functools.partial(left, i)) for i, layer in enumerate(layers)]
-    try:
+    with contextlib.ExitStack() as stack:
+        for i, layer in enumerate(layers):
+            stack.enter_context(layer.register_forward_hook(functools.partial(left, i)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Storage(NamedTuple):
@@ -506,8 +501,7 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
             (projections, "STORAGES", [_read, *projections.STORAGES]),
             (ulysses, "_attention_of", heads_of),
         ):
-            stack.callback(setattr, where, name, getattr(where, name))
-            setattr(where, name, value)
+            stack.enter_context(mock.patch.object(where, name, value))
         stack.enter_context(launching.target(arch, TARGETS[arch].processors))
         stack.enter_context(intercept_launches(lambda *launch: None, "cpu", ignored))
         yield stack.enter_context(meter)
@@ -559,15 +553,8 @@ class _FourBits(_StandIn):
         blocks = -(-n // 64)
         self.packed, absmax = torch.empty(n // 2, dtype=torch.uint8), torch.empty(blocks, dtype=torch.uint8)
         nested = types.SimpleNamespace(absmax=fp32(-(-blocks // 256)), code=fp32(256), blocksize=256)
-        self.state = types.SimpleNamespace(
-            dtype=linear.weight.dtype,
-            shape=linear.weight.shape,
-            blocksize=64,
-            absmax=absmax,
-            code=fp32(16),
-            offset=fp32(()),
-            state2=nested,
-        )
+        of = dict(dtype=linear.weight.dtype, shape=linear.weight.shape, blocksize=64, absmax=absmax)
+        self.state = types.SimpleNamespace(**of, code=fp32(16), offset=fp32(()), state2=nested)
 
 
 class _InWords(_StandIn):

@@ -33,7 +33,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import fits
 from liger_kernel.train.mistakes import existing
 from liger_kernel.train.ranks import local_rank
-from liger_kernel.train.records import BEGIN, Records, characters
+from liger_kernel.train.records import BEGIN, PlacedRecord, Records, characters
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.token_rows import Data, TokenRows
 from liger_kernel.train.tokenise import TOKENIZER, NoRows, loaded, own_tokenizer, tokenise, tokenizer_of
@@ -241,8 +241,8 @@ class Writer:
         self._there: set[int] = set()
         # the part that begins where ``_ahead`` is
         self._next = -1
-        self._stream: Iterator[tuple[dict[str, Any], Any]] = iter(())
-        self._ahead: tuple[dict[str, Any], Any] | None = None
+        self._stream: Iterator[PlacedRecord] = iter(())
+        self._ahead: PlacedRecord | None = None
 
     def run(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import COUNT, fresh, read_object, write
 from liger_kernel.train.hub import on_hub
 from liger_kernel.train.mistakes import mistaken, note, regular_in
-from liger_kernel.train.records import BEGIN, Example, Place, characters, example, text_of, texts_of
+from liger_kernel.train.records import BEGIN, Example, Place, PlacedRecord, characters, example, text_of, texts_of
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.token_rows import IGNORE, TokenFile, TokenRows, Tokens, together
 
@@ -58,16 +58,13 @@ _CUTS_TRIED = 100
 _AROUND = 1000
 
 
-def batches_of(
-    records: Iterable[tuple[dict[str, Any], Place]], count: int = 1000
-) -> Iterator[list[tuple[dict[str, Any], Place]]]:
-    """Records to tokenise together: ``count`` at most, fewer once they have as much text as a
-    piece."""
+def batches_of(records: Iterable[PlacedRecord]) -> Iterator[list[PlacedRecord]]:
+    """Records to tokenise together: 1000 at most, fewer once they have as much text as a piece."""
     some, total = [], 0
     for record, place in records:
         some.append((record, place))
         total += characters(record)
-        if len(some) == count or total >= PIECE:
+        if len(some) == 1000 or total >= PIECE:
             yield some
             some, total = [], 0
     if some:
@@ -233,7 +230,7 @@ class Draft:
         self._tokens["labels"] += labels
         self._tokens["lengths"] += [len(ids)]
 
-    def add(self, records: Iterable[tuple[dict[str, Any], Place]], tokenizer: Any, length: int) -> None:
+    def add(self, records: Iterable[PlacedRecord], tokenizer: Any, length: int) -> None:
         """Tokenise these. ``UserError`` names the one that cannot be read."""
         for some in batches_of(records):
             if self.chats is None:

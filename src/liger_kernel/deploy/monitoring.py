@@ -3,6 +3,8 @@ series of a job has its name as the label ``run``."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -101,69 +103,6 @@ def rules(
     return {"groups": [{"name": f"liger-{job.name}", "rules": found}]}
 
 
-# title, unit, curves: what the legend says after the run's name -> a metric, of which the largest
-# value of all ranks is shown, or a query, in which {run} selects the runs
-PANELS: list[tuple[str, str, dict[str, str]]] = [
-    ("Loss", "none", {"": "loss"}),
-    ("Tokens per second", "short", {"": "tokens_per_second"}),
-    ("Time of a step", "s", {"median": "step_seconds_p50", "p95": "step_seconds_p95"}),
-    ("Steps", "short", {"": "step", "on disk": "checkpoint_step"}),
-    ("Age of the newest checkpoint", "s", {"": "time() - max by (run) (liger_checkpoint_time_seconds{run})"}),
-    ("Gradient norm", "none", {"": "gradient_norm"}),
-    ("Learning rate", "none", {"": "learning_rate"}),
-    ("MFU", "percentunit", {"": "mfu"}),
-    ("Peak memory of a rank", "bytes", {"rank {{rank}}": "liger_memory_bytes{run}"}),
-    ("Waiting for data in a step", "s", {"": "data_wait_seconds"}),
-    ("Tokens seen", "short", {"": "tokens_total"}),
-    (
-        "Restarts, steps skipped, failed checkpoints, kernels compiled late",
-        "short",
-        {
-            "restarts": "restarts_total",
-            "NaN or Inf": "nonfinite_steps_total",
-            "checkpoints": "checkpoint_failures_total",
-            "kernels": "sum by (run) (liger_kernels_compiled_total{run})",
-        },
-    ),
-]
-
-
 def dashboard() -> dict[str, Any]:
     """A Grafana dashboard of all runs, for Grafana's import dialogue and its sidecar."""
-    source = {"type": "prometheus", "uid": "${source}"}
-    panels = []
-    for i, (title, unit, curves) in enumerate(PANELS):
-        targets = []
-        for n, (legend, curve) in enumerate(curves.items()):
-            query = curve if "{run}" in curve else f"max by (run) (liger_{curve}{{run}})"
-            selected = query.replace("{run}", '{run=~"$run"}')
-            shown = f"{{{{run}}}} {legend}".strip()
-            targets.append({"datasource": source, "refId": chr(65 + n), "expr": selected, "legendFormat": shown})
-        panel: dict[str, Any] = {"id": i + 1, "type": "timeseries", "title": title, "datasource": source}
-        panel["gridPos"] = {"h": 8, "w": 8, "x": 8 * (i % 3), "y": 8 * (i // 3)}
-        panel["fieldConfig"] = {"defaults": {"unit": unit}, "overrides": []}
-        panel["options"] = {"tooltip": {"mode": "multi"}}
-        panels.append(panel | {"targets": targets})
-    variables = [
-        {"name": "source", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
-        {
-            "name": "run",
-            "type": "query",
-            "datasource": source,
-            "query": {"query": "label_values(liger_step, run)", "refId": "run"},
-            "refresh": 2,
-            "multi": True,
-            "includeAll": True,
-            "allValue": ".*",
-        },
-    ]
-    return {
-        "title": "liger train",
-        "uid": "liger-train",
-        "tags": ["liger"],
-        "schemaVersion": 39,
-        "time": {"from": "now-6h", "to": "now"},
-        "refresh": "30s",
-        "templating": {"list": variables},
-        "panels": panels,
-    }
+    return json.loads(Path(__file__).with_name("dashboard.json").read_text())

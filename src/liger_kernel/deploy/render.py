@@ -153,24 +153,7 @@ EXPRESSIONS = {
 }
 # monitor_labels may repeat a name of labels, and then win: both are ranged over as one map
 MONITORED = "merge (dict) .Values.monitor_labels .Values.labels"
-HELPERS = """\
-{{- /* Every object and pod is called as the release. */}}
-{{- define "liger.name" -}}
-{{- if not (regexMatch "^PATTERN$" .Release.Name) -}}
-{{- fail (printf "the release's name must be WORDS; got %s" .Release.Name) -}}
-{{- end -}}
-{{- .Release.Name -}}
-{{- end }}
-
-{{- /* The config of liger train: folders may name the release, so that two of them do not write to one. */}}
-{{- define "liger.train" -}}
-{{- $train := deepCopy .Values.train -}}
-{{- range $name := list PLACES -}}
-{{- with index $train $name }}{{ $_ := set $train $name (tpl . $) }}{{ end -}}
-{{- end -}}
-{{- toPrettyJson $train -}}
-{{- end }}
-"""
+HELPERS = Path(__file__).with_name("helpers.tpl")
 
 
 def helm(job: Job) -> dict[str, str]:
@@ -204,7 +187,7 @@ def helm(job: Job) -> dict[str, str]:
         "appVersion": __version__,
         "kubeVersion": f">={KUBERNETES}.0-0",
     }
-    helpers = HELPERS.replace("PATTERN", NAME["pattern"][2:-2])  # without ^( and )$
+    helpers = HELPERS.read_text().replace("PATTERN", NAME["pattern"][2:-2])  # without ^( and )$
     helpers = helpers.replace("WORDS", NAME["description"]).replace("PLACES", " ".join(f'"{name}"' for name in PLACES))
     return {
         "Chart.yaml": dump([chart]),

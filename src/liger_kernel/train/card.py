@@ -23,30 +23,7 @@ CARD, PICTURE = "README.md", "loss.png"
 MARK, FORM = "<!-- written by liger-kernel, which replaces this file -->", "[More Information Needed]"
 # library and words, of adapters (True) and of models
 KINDS = {True: ("peft", "Adapters of"), False: ("transformers", "A fine-tune of")}
-TEXT = """---
-{data}
----
-{mark}
-
-# {name}
-
-{kind} {base}. The licences of that model and of the data apply.
-
-```python
-from transformers import pipeline
-
-chat = pipeline("text-generation", "{name}")
-print(chat([{{"role": "user", "content": "Hello"}}])[0]["generated_text"][-1]["content"])
-```
-
-| | |
-|-|-|
-| data | {source} |
-| steps | {steps:,} of {rows:,} rows of at most {config.length:,} tokens |
-| trained | {trained} |
-| loss | {first:.4f} at first, {last:.4f} at last{evaluated} |
-| optimizer | {config.optimizer}, learning rate {config.peak_lr:g}, {config.schedule}, seed {config.seed} |
-{picture}"""
+TEXT = Path(__file__).with_name("card.template")
 
 
 def finish(config: TrainConfig, metrics: dict[str, Any]) -> None:
@@ -87,7 +64,7 @@ def _write_trained(config: TrainConfig, folder: Path, metrics: dict[str, Any]) -
     data = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=["liger-kernel"])
     if config.model and not Path(config.model).exists():  # an id of the hub
         data.base_model = config.model
-    text = TEXT.format(
+    text = TEXT.read_text(encoding="utf-8").format(
         data=data.to_yaml(),
         mark=MARK,
         name=folder.absolute().name,

@@ -4,7 +4,6 @@ env. A command's code is imported only when the command runs, so help is instant
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import io
 import os
@@ -146,8 +145,10 @@ def env(argv: list[str]) -> None:
     print_env_report()
 
 
-def _of_module(name: str, argv: list[str]) -> int:
-    """Run a command of ``MODULES``."""
+def run(name: str, argv: list[str]) -> int | None:
+    """Run a command, of one or two words."""
+    if name not in MODULES:
+        return globals()[name](argv)
     module, packages = MODULES[name]
     if name in ("bench", "tune"):  # help and errors in flags appear before torch is imported
         from liger_kernel.bench import arguments
@@ -182,10 +183,10 @@ def main(argv: list[str] | None = None) -> int:
                 return 0
             words = 2 if " ".join(argv[:2]) in MODULES else 1
             found = " ".join([command, *argv[1:words]])
-            name, run = f"liger {found}", functools.partial(_of_module, found) if found in MODULES else globals()[found]
+            name = f"liger {found}"
             # PEFT reads an old name of transformers: nothing that a user could change
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
-            return run(argv[words:]) or 0
+            return run(found, argv[words:]) or 0
         finally:
             sys.stdout.flush()  # here, so that a closed pipe raises inside this try
     except BrokenPipeError:  # `liger ops | head`

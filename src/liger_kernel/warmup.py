@@ -31,11 +31,11 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
         metavar="NAME",
         help=f"a config.json, a folder with one, a model on the hub, or one of {', '.join(MODELS)}",
     )
-    add("--batch", type=int, default=1, help="rows of a step (default: 1)")
-    add("--seq", type=int, default=2048, help="tokens a row (default: 2048)")
+    add("--batch", default=1, help="rows of a step")
+    add("--seq", default=2048, help="tokens a row")
     arch = "the GPU to compile for, or its name, such as h100 (default: the GPU of this machine)"
     add("--arch", choices=TARGETS, type=lambda name: OF_GPU.get(name, name), help=arch)
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default: bfloat16)")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the weights")
     add("--autocast", choices=DTYPES[:2], help="dtype of mixed precision; then --dtype float32 is usual")
     a = parser.parse_args(argv)
     at_least(1, batch=a.batch, seq=a.seq)

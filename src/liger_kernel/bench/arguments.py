@@ -30,14 +30,14 @@ def operators(argv: list[str]) -> argparse.Namespace:
     add("--case", action="append", default=[], help="only this case (may be given again); see `liger ops NAME`")
     add("--sweep", help="instead of cases, an operator's sweep: tokens, vocabulary, hidden")
     add("--dtype", help="bf16, fp16, fp32; comma-separated (default: bf16, fp32 without a GPU)")
-    add("--mode", default="full", help="forward, backward, full; comma-separated (default: full)")
+    add("--mode", default="full", help="forward, backward, full; comma-separated")
     default = "default: eager,compile,torch, eager without a GPU"
     add("--against", help=f"{', '.join(variants)}; comma-separated ({default})")
     for name, package in PACKAGES.items():
         where = f"where {package.requirement} is: pip install --no-deps --target DIR {package.requirement}"
         add(f"--{name}-path", metavar="DIR", help=where)
     add("--base", metavar="GITREF", help="our operators at this revision, too")
-    add("--repeats", type=int, default=11, help="timed calls of each variant (default: 11)")
+    add("--repeats", default=11, help="timed calls of each variant")
     add("--json", metavar="FILE", help="write rows as they come")
     add("--resume", action="store_true", help="leave out what --json FILE has already")
     add("--csv", metavar="FILE", help="write rows as a table")
@@ -78,8 +78,8 @@ def tune(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("op", nargs="+", help="operators that `liger ops` lists")
     parser.add_argument("--case", action="append", default=[], help="only this case (may be given again)")
     parser.add_argument("--sweep", help="instead of cases, an operator's sweep")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="(default: bf16)")
-    parser.add_argument("--repeats", type=int, default=15, help="timed calls of each candidate (default: 15)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the tensors")
+    parser.add_argument("--repeats", default=15, help="timed calls of each candidate")
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     a = parser.parse_args(argv)
     at_least(1, repeats=a.repeats)

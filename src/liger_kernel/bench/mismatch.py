@@ -67,17 +67,17 @@ def parser_of() -> Parser:
     parser = Parser(prog="liger bench mismatch", description=does)
     add = parser.add_argument
     what = f"in random weights: {', '.join(MODELS)}; or the folder or id of a checkpoint"
-    add("--model", default="tiny", help=f"(default: tiny) {what}")
+    add("--model", default="tiny", help=what)
     add("--layers", type=int, metavar="N", help="the number of layers to keep of a model in random weights")
-    own = "hf: Transformers' generate with a static cache (default); vllm: the installed vLLM"
+    own = "hf: Transformers' generate with a static cache; vllm: the installed vLLM"
     add("--engine", default="hf", choices=ENGINES, help=own)
     add("--against", default=",".join(ROWS), help=f"rows, comma-separated (default: all): {', '.join(ROWS)}")
-    add("--batch", default="1,8", help="answers that are sampled at a time, comma-separated (default: 1,8)")
-    add("--answers", type=int, default=8, help="least number of answers: a larger batch is one (default: 8)")
-    add("--train-batch", type=int, default=4, help="rows of a training forward (default: 4)")
-    add("--prompt", type=int, default=32, help="tokens of a prompt (default: 32)")
-    add("--new", type=int, default=32, help="tokens of an answer (default: 32)")
-    add("--temperature", type=float, default=1.0, help="of the sampler and of the training forward (default: 1)")
+    add("--batch", default="1,8", help="answers that are sampled at a time, comma-separated")
+    add("--answers", default=8, help="least number of answers: a larger batch is one")
+    add("--train-batch", default=4, help="rows of a training forward")
+    add("--prompt", default=32, help="tokens of a prompt")
+    add("--new", default=32, help="tokens of an answer")
+    add("--temperature", default=1.0, help="of the sampler and of the training forward")
     add("--dtype", choices=DTYPES, help="(default: bf16, fp32 without a GPU)")
     add("--json", metavar="FILE", help="write rows as they come")
     add("--plot", metavar="FILE", help="draw the differences as a PNG (needs matplotlib)")

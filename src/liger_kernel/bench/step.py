@@ -102,57 +102,48 @@ def parser_of() -> Parser:
     parser = Parser(prog="liger bench step", description="Measure whole training steps of models in random weights.")
     add = parser.add_argument
     flag = lambda name, *more, help: add(name, *more, action="store_true", help=help)
-    add("--model", default="llama-3.2-1b", help=f"comma-separated (default: llama-3.2-1b): {', '.join(MODELS)}")
+    add("--model", default="llama-3.2-1b", help=f"comma-separated: {', '.join(MODELS)}")
     several = "several, comma-separated, are measured one after the other until one does not fit"
-    add("--batch", default="4", help=f"rows per step and GPU (default: 4); {several}")
-    add("--seq", type=int, default=2048, help="tokens per row (default: 2048)")
-    add(
-        "--against",
-        default="stock,ours",
-        help=f"variants, comma-separated (default: stock,ours): {', '.join(VARIANTS)}",
-    )
+    add("--batch", default="4", help=f"rows per step and GPU; {several}")
+    add("--seq", default=2048, help="tokens per row")
+    add("--against", default="stock,ours", help=f"variants, comma-separated: {', '.join(VARIANTS)}")
     add("--layers", type=int, metavar="N", help="the number of layers to keep of the model (default: all)")
     flag("--compile", help="each variant also under torch.compile")
     add("--attention", metavar="NAME", help="such as flex_attention (default: sdpa, or eager for models without it)")
-    add(
-        "--upstream-path",
-        metavar="DIR",
-        help=f"where the published package is: pip install --no-deps --target DIR {UPSTREAM}",
-    )
-    what = "random tokens (default); real: the sources of Python's library; or rows of "
+    published = f"where the published package is: pip install --no-deps --target DIR {UPSTREAM}"
+    add("--upstream-path", metavar="DIR", help=published)
+    what = "random tokens; real: the sources of Python's library; or rows of "
     own = "your own, as in `liger train`, whose flags the others then are"
     add("--data", metavar="random|real|FILE", default="random", help=what + own)
     add(
         "--lengths",
-        type=int,
         default=0,
-        metavar="M",
         help="the median length of rows, which are padded: 95 is like Alpaca (default: full rows)",
     )
-    add("--masked", type=float, default=0.0, metavar="F", help="the part of the labels that is ignored (default: 0)")
-    add("--optimizer", choices=("sgd", *KINDS), default="sgd", help="as in liger train, or sgd (default)")
+    add("--masked", default=0.0, help="the part of the labels that is ignored")
+    add("--optimizer", choices=("sgd", *KINDS), default="sgd", help="sgd, or as in liger train")
     flag("--optimizer-in-backward", help="step each parameter in the backward, and free its gradient")
     flag("--optimizer-on-cpu", help="weights and moments in the CPU's memory, which steps there")
     flag("--checkpointing", help="recompute the layers in the backward")
     add("--tiled-mlp", type=int, metavar="N", help="tiles of variants with tiled_mlp (default: at most 16)")
     flag("--autocast", "--amp", help="run forwards under torch.autocast in bfloat16")
-    add("--lora", type=int, default=0, metavar="R", help="train adapters of that rank, also on experts (needs peft)")
+    add("--lora", default=0, metavar="R", help="train adapters of that rank, also on experts (needs peft)")
     layers = "layers with adapters, comma-separated; those of an MLP also mean experts (default: all)"
     add("--lora-targets", metavar="NAMES", help=f"{layers}: {', '.join(LINEARS)}")
-    add("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of the adapters' input (default: 0)")
+    add("--lora-dropout", default=0.0, help="dropout of the adapters' input")
     flag("--dora", help="train DoRA adapters, with a magnitude for each output")
     frozen = "the frozen weights: nf4 (double quantisation) and int8 by bitsandbytes, fp8 (one scale a weight) and "
     add("--quantize", choices=("nf4", "int8", *FP8_STORAGES), help=f"{frozen}fp8_rowwise by ours alone")
     add("--fp8", choices=RECIPES, help="train linear layers in FP8; ours:bf16 without it, ours:head also with the head")
-    add("--gpus", type=int, default=1, metavar="N", help="processes, each with a GPU where there are any (default: 1)")
+    add("--gpus", default=1, help="processes, each with a GPU where there are any")
     add(
         "--parallel",
         choices=("ddp", "fsdp2", "ep", *SHARED_ROWS),
         help="how the processes share the model (default: ddp if there are several); ep: its experts, and all "
         "else as with fsdp2, by Transformers 5.23; ulysses: the rows of a step, stock models by our code",
     )
-    add("--steps", type=int, default=10, help="measured steps (default: 10)")
-    add("--warmup", type=int, default=4, help="steps before them (default: 4)")
+    add("--steps", default=10, help="measured steps")
+    add("--warmup", default=4, help="steps before them")
     flag("--largest-batch", help="search for the largest batch that fits (GPU only)")
     flag("--largest-seq", help="search for the longest rows of which the batch fits (GPU only)")
     flag("--profile", help="measure the time of each kind of work")

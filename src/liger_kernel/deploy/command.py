@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
             help="let kubectl check and change nothing; server asks the cluster's own checks",
         )
     forms = (
-        "plain YAML (default), a folder for kubectl -k, a Helm chart, the config of liger train, "
+        "plain YAML, a folder for kubectl -k, a Helm chart, the config of liger train, "
         "Prometheus rules, or a Grafana dashboard"
     )
     rendering.add_argument("--as", dest="form", choices=FORMS, default="yaml", help=forms)
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     reading.add_argument("--container", help="another container, such as warm-kernels")
     reading.add_argument("-f", "--follow", action="store_true", help="go on until the pods end")
     reading.add_argument("-p", "--previous", action="store_true", help="of the container before its restart")
-    reading.add_argument("--tail", type=int, default=-1, metavar="N", help="only the last N lines of each pod")
+    reading.add_argument("--tail", default=-1, help="only the last N lines of each pod (default: all)")
     a = parser.parse_args(argv)
     job = Job.load(a.job)
     if a.command != "render":

@@ -24,7 +24,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("model", metavar="FOLDER", help="a model or adapters, or an id of the hub")
     add("--beside", metavar="BASE", help="another model, whose answers are shown above; the adapters' base is free")
     add("--prompts", metavar="FILE", help="answer each line, or each conversation of a .jsonl file, and end")
-    add("--tokens", type=int, default=512, metavar="N", help="most tokens of an answer (default: 512)")
+    add("--tokens", default=512, help="most tokens of an answer")
     add_flags(parser, "auto")
     a = parser.parse_args(argv)
     at_least(1, tokens=a.tokens)

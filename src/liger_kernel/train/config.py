@@ -22,7 +22,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.patch_options import SWITCHES, PatchOptions
 from liger_kernel.train.adamw import FULLY_SHARDED, KINDS
 from liger_kernel.train.files import write
-from liger_kernel.train.mistakes import Parser, either, needs, regular, similar_file, unique
+from liger_kernel.train.mistakes import METAVAR, Parser, either, needs, regular, similar_file, unique
 from liger_kernel.train.mistakes import UserError as UserError
 from liger_kernel.train.redact import MARK, in_a_line, redacted
 
@@ -644,9 +644,6 @@ def by_group() -> list[dataclasses.Field]:
     return sorted(dataclasses.fields(TrainConfig), key=lambda field: GROUPS.index(field.metadata["group"]))
 
 
-_METAVAR = {int: "N", float: "X", str: "NAME"}
-
-
 def add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tuple[str, ...]) -> None:
     """One flag per field, by group. A flag that is not given leaves no trace, so that config
     files and defaults show through."""
@@ -657,7 +654,11 @@ def add_flags(parser: argparse.ArgumentParser, defaults: TrainConfig, fixed: tup
         name, kind, choices = field.metadata["group"], _kinds(TrainConfig)[field.name][0], field.metadata["choices"]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
-        options: dict[str, Any] = {"type": kind, "choices": choices, "metavar": None if choices else _METAVAR.get(kind)}
+        options: dict[str, Any] = {
+            "type": kind,
+            "choices": choices,
+            "metavar": None if choices else METAVAR.get(kind, "NAME"),
+        }
         groups[name].add_argument(
             "--" + field.name.replace("_", "-"),
             dest=field.name,

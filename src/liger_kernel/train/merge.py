@@ -23,7 +23,7 @@ TEXT = "Is 17 a prime number? Yes: no number but 1 and itself divides it.\ndef a
 # rounded once more. Single logits move further: by 8 % of the largest, where all move by 1.3 %
 STEPS, LEAST = 8, 1e-4
 
-_TO = "dense: 16 bits; base: the storage of a quantised base, with its scales (default: dense)"
+_TO = "dense: 16 bits; base: the storage of a quantised base, with its scales"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

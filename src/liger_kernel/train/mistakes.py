@@ -75,9 +75,21 @@ def sentence(error: BaseException) -> str | None:
     return None
 
 
+METAVAR = {int: "N", float: "X"}
+
+
 class Parser(argparse.ArgumentParser):
     """``argparse``'s parser, which raises ``UserError`` for a mistake, with the nearest right
     name, instead of printing its usage and exiting."""
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """A number's type and letter, and what help says of a default, follow from the default."""
+        default, help = options.get("default"), options.get("help", argparse.SUPPRESS)
+        if type(default) in METAVAR:
+            options = {"type": type(default), "metavar": METAVAR[type(default)]} | options
+        if default and argparse.SUPPRESS not in (default, help) and "(default" not in help:
+            options["help"] = f"{help} (default: {f'{default:g}' if isinstance(default, float) else default})"
+        return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
         wrong = re.fullmatch(r"argument (?:.*/)?(--[\w-]+): invalid (int|float) value: (.*)", message)

@@ -20,7 +20,7 @@ def add_flags(parser: Parser, device: str) -> None:
     add = parser.add_argument
     add("--base", metavar="NAME", help="the adapters' base, if it is not where the run found it")
     add("--quantize", choices=QUANTIZE, help="load the base in 4 or 8 bits, as a run with this flag did")
-    add("--device", default=device, help=f"cpu, cuda, or auto: the GPU if there is one (default: {device})")
+    add("--device", default=device, help="cpu, cuda, or auto: the GPU if there is one")
     add("--trust-remote-code", action="store_true", help="run the model's own Python code, with your rights")
 
 

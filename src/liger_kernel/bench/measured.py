@@ -70,15 +70,17 @@ class Passing:
 @dataclass(frozen=True)
 class Measured:
     """``cases``: shapes of real models, for GPUs only. ``rivals``: other implementations, PyTorch's
-    as "torch", or a package's. ``sweeps``: name -> (values, arguments of a case for a value)."""
+    as "torch", or a package's; text: arguments of its function ``liger_NAME``. ``sweeps``: name ->
+    (values, arguments of a case for a value)."""
 
     cases: Sequence[Case] = ()
-    rivals: Mapping[str, Passing] = field(default_factory=dict)
+    rivals: Mapping[str, Passing | str] = field(default_factory=dict)
     sweeps: Sweeps = field(default_factory=dict)
 
     def of(self, op: Op) -> MeasuredOp:
         declared = {each.name: getattr(op, each.name) for each in dataclasses.fields(Op)}
-        rivals = {name: rival.of(op) for name, rival in self.rivals.items()}
+        passing = lambda rival: Passing(f"liger_{op.name}", rival) if isinstance(rival, str) else rival
+        rivals = {name: passing(rival).of(op) for name, rival in self.rivals.items()}
         return MeasuredOp(**declared | {"cases": [*op.cases, *self.cases]}, rivals=rivals, sweeps=self.sweeps)
 
 

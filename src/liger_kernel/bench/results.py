@@ -6,6 +6,7 @@ never compared with another.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -125,8 +126,6 @@ def status(row: Row) -> str:
 
 META = ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")
 TIMES = ("device_ms", "wall_ms", "host_ms", "floor_ms", "step_ms")  # other columns in ms are kinds of work
-WORDS = {*META, "op", "case", "dtype", "mode", "variant", "sweep", "model", "parallel", "quantize", "fp8"}
-WORDS |= {"lora_targets", "data", "optimizer", "failed"}
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -198,11 +197,9 @@ def _of_csv(path: Path) -> dict[str, Any]:
 
 
 def _parsed(name: str, text: str) -> Any:
-    if name in WORDS or not text:
-        return text or None
-    if text in ("True", "False"):
-        return text == "True"
-    try:
-        return json.loads(text) if text[0] in "{-0123456789" else text
-    except ValueError:
-        return text
+    if text in ("", "True", "False"):
+        return text == "True" if text else None
+    # a version such as 2.13 is a word, too
+    with contextlib.suppress(ValueError):
+        return json.loads(text) if text[0] in "{-0123456789" and name not in META else text
+    return text

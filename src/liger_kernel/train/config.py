@@ -593,8 +593,7 @@ def _check_text(name: str, value: Any) -> None:
         raise UserError(f"{name} must be text without NUL and without halves of characters, got {value!r:.80}")
     if name in ("out", "save", "cache") and value.encode(errors="replace").decode() != value:
         raise UserError(
-            f"{name} must be a name in UTF-8, as packages that write there need (with a locale that has only ASCII, "
-            f"set PYTHONUTF8=1); got {value!r:.80}"
+            f"{name} must be a name in UTF-8 (PYTHONUTF8=1 helps where the locale has only ASCII), got {value!r:.80}"
         )
 
 

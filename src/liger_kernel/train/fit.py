@@ -252,7 +252,7 @@ def main(argv: list[str]) -> int:
     print(
         json.dumps(found | {"gpu": name, "gpus": world, "memory": int(available)}, indent=1)
         if as_json
-        else _shown(found, config, available, _each(name, world))
+        else _shown(found, config, available, name if world == 1 else f"each of {world} GPUs: {name}")
     )
     return 0
 
@@ -273,10 +273,6 @@ def world_of(config: TrainConfig) -> int:
         raise UserError("--nproc must be the number of GPUs of a machine, got 0")
     check_ranks(config, world := (config.nproc or 1) * config.machines[0])
     return world
-
-
-def _each(gpu: str, world: int) -> str:
-    return gpu if world == 1 else f"each of {world} GPUs: {gpu}"
 
 
 def _gpu(name: str | None, gigabytes: float | None) -> tuple[float, str, str]:

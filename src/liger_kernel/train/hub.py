@@ -49,22 +49,16 @@ def on_hub(name: str, also: Iterable[str] = (), kind: Literal["model", "dataset"
 
     try:
         huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=SECONDS)
-    except errors.GatedRepoError:
-        # it is there; what it needs, the package that loads it says
-        return
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise UserError(
-            f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub has no public {kind} of that "
-            f"name{near}"
-        ) from error
-    except errors.HfHubHTTPError:
-        return
     # errors of the network are those of the client that the hub's package uses
     except Exception as error:
-        raise UserError(
-            f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub cannot be reached "
-            f"({in_a_line(error)}){near}"
-        ) from error
+        gated, there = isinstance(error, errors.GatedRepoError), not isinstance(error, errors.RepositoryNotFoundError)
+        # what a model needs that is there, the package that loads it says
+        if gated or (there and isinstance(error, errors.HfHubHTTPError)):
+            return
+        unreached = f"cannot be reached ({in_a_line(error)})"
+        unknown = not there or isinstance(error, errors.HFValidationError)
+        lacks = f"has no public {kind} of that name" if unknown else unreached
+        raise UserError(f"no {kind} {name!r}: it is no folder here, and the Hugging Face hub {lacks}{near}") from error
 
 
 def skeleton(name: str | None, trust_remote_code: bool) -> Any:

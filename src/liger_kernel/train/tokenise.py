@@ -4,7 +4,6 @@ that is stopped."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import re
@@ -323,8 +322,6 @@ def tokenise(
 
 def tokenizer_of(config: TrainConfig) -> Any:
     """The tokenizer that the config names; None where one is to be trained on the data."""
-    if importlib.util.find_spec("transformers") is None:
-        raise UserError("training needs transformers: pip install transformers")
     source = config.tokenizer or config.model
     if source is None:
         return None

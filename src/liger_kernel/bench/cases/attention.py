@@ -44,11 +44,7 @@ ATTENTION = {
             timed("paper", scores=T((1, 16, 2048, 2048)), weight=T((16, 1, 6, 11)), padding=(0, 5), groups=16),
             real("llama-heads", scores=T((2, 32, 1024, 1024)), weight=T((32, 32, 3, 3)), padding=1),
         ],
-        rivals={
-            "upstream": Passing(
-                "liger_multi_token_attention", "scores weight bias stride padding dilation groups sparse"
-            )
-        },
+        rivals={"upstream": "scores weight bias stride padding dilation groups sparse"},
     ),
     "neighborhood_attention": Measured(
         cases=[
@@ -75,14 +71,14 @@ ATTENTION = {
             real("llama3-vocab", x=T((2048, 128256))),
             real("router", x=T((32768, 128))),
         ],
-        rivals={"torch": Passing(torch.softmax, "x dim"), "upstream": Passing("liger_softmax", "x")},
+        rivals={"torch": Passing(torch.softmax, "x dim"), "upstream": "x"},
         sweeps={
             "columns": ((1024, 4096, 16384, 32768, 65536, 131072, 262144), lambda n: dict(x=T(((1 << 28) // n, n))))
         },
     ),
     "sparsemax": Measured(
         cases=[real("llama2-vocab", x=T((2048, 32000))), real("llama3-vocab", x=T((1024, 128256)))],
-        rivals={"torch": Passing(reference, "x dim=dim"), "upstream": Passing("liger_sparsemax", "x dim")},
+        rivals={"torch": Passing(reference, "x dim=dim"), "upstream": "x dim"},
         sweeps={"columns": ((128, 1024, 4096, 16384, 32768, 131072), lambda n: dict(x=T(((1 << 26) // n, n))))},
     ),
 }

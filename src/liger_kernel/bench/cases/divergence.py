@@ -78,7 +78,7 @@ DIVERGENCES = {
         ],
         rivals={
             "torch": Passing(_jsd_torch, "log_q log_p beta reduction"),
-            "upstream": Passing("liger_jsd", "log_q log_p shift_labels beta ignore_index"),
+            "upstream": "log_q log_p shift_labels beta ignore_index",
         },
         sweeps={"vocabulary": (VOCABULARIES, lambda v: _logs(4096, v))},
     ),
@@ -102,7 +102,7 @@ DIVERGENCES = {
         ],
         rivals={
             "torch": Passing(F.kl_div, "input target reduction=reduction log_target=log_target", ignored="eps"),
-            "upstream": Passing("liger_kl_div", "input target reduction=reduction log_target=log_target eps=eps"),
+            "upstream": "input target reduction=reduction log_target=log_target eps=eps",
         },
         sweeps={
             "vocabulary": (
@@ -182,7 +182,7 @@ DIVERGENCES = {
             timed(name, p=T((4096, V), probs), q=T((4096, V), probs, grad=False))
             for name, V in (("llama3", 128256), ("llama2", 32000))
         ],
-        rivals={"upstream": Passing("liger_tvd", "p q shift_labels reduction ignore_index")},
+        rivals={"upstream": "p q shift_labels reduction ignore_index"},
         sweeps={"vocabulary": (VOCABULARIES, lambda v: dict(p=T((4096, v), probs), q=T((4096, v), probs, grad=False)))},
     ),
 }

@@ -60,7 +60,7 @@ NORMS = {
                 lambda x, alpha, gamma, beta: torch.tanh(alpha * x) * gamma + (0.0 if beta is None else beta),
                 "x alpha gamma beta",
             ),
-            "upstream": Passing("liger_dyt", "x alpha gamma beta"),
+            "upstream": "x alpha gamma beta",
         },
         sweeps={"hidden": (HIDDEN, lambda n: dyt((1 << 25) // n, n))},
     ),
@@ -74,7 +74,7 @@ NORMS = {
         ],
         rivals={
             "torch": Passing(_fused_add_rms_norm_torch, "x residual w eps offset", "casting"),
-            "upstream": Passing("liger_fused_add_rms_norm", "x residual w eps offset casting"),
+            "upstream": "x residual w eps offset casting",
         },
         sweeps={"hidden": (HIDDEN, lambda n: added((1 << 25) // n, n))},
     ),
@@ -112,7 +112,7 @@ NORMS = {
         ],
         rivals={
             "torch": Passing(lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w, b, eps), "x w b eps"),
-            "upstream": Passing("liger_layer_norm", "x w b eps"),
+            "upstream": "x w b eps",
         },
         sweeps={"hidden": (HIDDEN, lambda n: affine((1 << 25) // n, n))},
     ),
@@ -127,7 +127,7 @@ NORMS = {
         ],
         rivals={
             "torch": Passing(_modulated_rms_norm_torch, "x scale shift w eps offset", "casting"),
-            "upstream": Passing("liger_modulated_rms_norm", "x w scale shift eps offset casting"),
+            "upstream": "x w scale shift eps offset casting",
         },
         sweeps={"hidden": (HIDDEN[:-1], lambda n: modulated((8, (1 << 22) // n, n), (8, n)))},
     ),
@@ -153,10 +153,7 @@ NORMS = {
             real("row-of-64k", **affine(256, 65536, bias=False)),
             real("row-of-256k", **affine(64, 262144, bias=False)),
         ],
-        rivals={
-            "torch": Passing(_rms_norm_torch, "x w eps offset", "casting"),
-            "upstream": Passing("liger_rms_norm", "x w eps offset casting"),
-        },
+        rivals={"torch": Passing(_rms_norm_torch, "x w eps offset", "casting"), "upstream": "x w eps offset casting"},
         sweeps={"hidden": (HIDDEN, lambda n: affine((1 << 25) // n, n, bias=False))},
     ),
 }

@@ -40,8 +40,7 @@ RESIDUALS = {
         },
     ),
     "mhc_pre": Measured(
-        cases=[real("deepseek", x=T((8192, 4, 4096)), h_pre=T((8192, 4), dtype=FP32))],
-        rivals={"upstream": Passing("liger_mhc_pre", "x h_pre")},
+        cases=[real("deepseek", x=T((8192, 4, 4096)), h_pre=T((8192, 4), dtype=FP32))], rivals={"upstream": "x h_pre"}
     ),
     "mhc_post_res": Measured(
         cases=[
@@ -53,6 +52,6 @@ RESIDUALS = {
                 h_res=T((8192, 4, 4), dtype=FP32),
             )
         ],
-        rivals={"upstream": Passing("liger_mhc_post_res", "x f_out h_post h_res")},
+        rivals={"upstream": "x f_out h_post h_res"},
     ),
 }

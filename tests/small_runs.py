@@ -29,6 +29,19 @@ def small_run(folder: Path, records: Iterable[Any], **changes: Any) -> TrainConf
     return TrainConfig(**RUN | places | dict(data=write_jsonl(folder / "text.jsonl", records)) | changes)
 
 
+def save_model(folder: Path, tokenizer: Any, kind: str = "Llama", dtype: str = "float32", **sizes: Any) -> str:
+    """The folder with a model of one layer, the same each time, and its tokenizer."""
+    import torch
+    import transformers
+
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2) | sizes
+    torch.manual_seed(0)
+    form = getattr(transformers, f"{kind}Config")(vocab_size=len(tokenizer), **dict(num_key_value_heads=1) | sizes)
+    getattr(transformers, f"{kind}ForCausalLM")(form).to(getattr(torch, dtype)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def saved(config: TrainConfig) -> bytes:
     """The model or the adapters that a run has saved."""
     (path,) = Path(config.save or "").glob("*model.safetensors")

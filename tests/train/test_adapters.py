@@ -6,6 +6,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytest.importorskip("peft")
 import peft
 import transformers
 from accelerate.utils import extract_model_from_parallel
-from small_runs import TEXT, forget_the_newest, refused, saved, small_run
+from small_runs import TEXT, forget_the_newest, refused, save_model, saved, small_run
 
 from liger_kernel import cli
 from liger_kernel.nn.float8 import LigerFloat8Experts
@@ -40,13 +41,8 @@ def needs(*names):
 def base(tmp_path_factory):
     """A tiny model on disk and a run on it; rows of which every step sees others."""
     folder = tmp_path_factory.mktemp("adapters")
-    tokenizer = train_bpe([TEXT], 280)
-    tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
-    form = transformers.LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes)
-    transformers.LlamaForCausalLM(form).save_pretrained(folder / "model")
-    changes = dict(model=str(folder / "model"), batch=2, steps=4, eval_fraction=0.05, checkpoint_every=2)
+    model = save_model(folder / "model", train_bpe([TEXT], 280), hidden_size=64, intermediate_size=128)
+    changes = dict(model=model, batch=2, steps=4, eval_fraction=0.05, checkpoint_every=2)
     records = [{"text": TEXT * 20 + str(i)} for i in range(8)]
     return small_run(folder, records, lora=4, lora_dropout=0.1, **changes)
 
@@ -63,11 +59,8 @@ def stored(config):
         names = checkpoint.read_object(Path(config.out) / "checkpoints" / newest / checkpoint.INDEX)
         return [name for name in names if name.startswith("model.")]
     if config.trainer == "lightning":
-        return list(
-            torch.load(Path(config.out) / "checkpoints-lightning" / "step-00000004.ckpt", weights_only=True)[
-                "state_dict"
-            ]
-        )
+        path = Path(config.out) / "checkpoints-lightning" / "step-00000004.ckpt"
+        return list(torch.load(path, weights_only=True)["state_dict"])
     from safetensors import safe_open
 
     (path,) = (Path(config.out) / "checkpoints-hf" / "checkpoint-4").glob("*.safetensors")
@@ -110,9 +103,8 @@ def test_a_run(trainer, changes, config, monkeypatch, capfd):
     q = adapters.quantization(config, "bf16-mixed" if half else "fp32")
     # else transformers takes a GPU if there is one
     quantized = {"quantization_config": q, "device_map": config.device} if q else {}
-    fresh = transformers.AutoModelForCausalLM.from_pretrained(
-        config.model, dtype=torch.bfloat16 if half else torch.float32, **quantized
-    )
+    dtype = torch.bfloat16 if half else torch.float32
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, **quantized)
     read = peft.PeftModel.from_pretrained(adapters.unchanging(fresh), config.save).eval()
     ids = torch.arange(24)[None] % 200
     outputs = lambda model: model(input_ids=ids, use_cache=False).logits
@@ -227,58 +219,47 @@ def test_a_device_without_kernels_of_bitsandbytes_is_refused(config, monkeypatch
 def test_a_model_that_is_quantised_already(config, tmp_path):
     """It takes adapters as it is, is not quantised again, and cannot be trained whole."""
     four = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    transformers.AutoModelForCausalLM.from_pretrained(config.model, quantization_config=four).save_pretrained(
-        tmp_path / "four"
-    )
-    transformers.AutoTokenizer.from_pretrained(config.model).save_pretrained(tmp_path / "four")
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.model, quantization_config=four)
+    for part in (model, transformers.AutoTokenizer.from_pretrained(config.model)):
+        part.save_pretrained(tmp_path / "four")
     config = replace(config, model=str(tmp_path / "four"), steps=1, checkpoint_every=0, eval_fraction=0.0)
     assert len(loop.train(config)["losses"]) == 1
     refused("is quantised already: leave out --quantize", loop.train, replace(config, quantize="nf4"))
-    with pytest.raises(UserError, match="is quantised, so it cannot be trained as a whole: give --lora"):
-        loop.train(replace(config, lora=0, lora_dropout=0.0))
+    refused(
+        "is quantised, so it cannot be trained as a whole: give --lora",
+        loop.train,
+        replace(config, lora=0, lora_dropout=0.0),
+    )
 
 
 def test_fp8_asks_the_patch_for_a_frozen_base(config, monkeypatch):
     import liger_kernel.transformers as patches
 
     eight = replace(config, quantize="fp8", steps=1, checkpoint_every=0, eval_fraction=0.0)
-    asked = []
-    monkeypatch.setattr(
-        patches, "quantize_base", lambda model, how: asked.append((type(model).__name__, how)), raising=False
-    )
+    cannot = ValueError("quantize_base: this GPU does not compute in FP8")
+    asked = mock.Mock(side_effect=[None, cannot])
+    monkeypatch.setattr(patches, "quantize_base", asked)
     loop.train(eight)
-    assert asked == [("LlamaForCausalLM", "fp8")]
-
-    def cannot(model, how):
-        raise ValueError("quantize_base: this GPU does not compute in FP8")
-
-    monkeypatch.setattr(patches, "quantize_base", cannot)
     refused("does not compute in FP8", loop.train, eight)
+    assert {(type(model).__name__, how) for (model, how), _ in asked.call_args_list} == {("LlamaForCausalLM", "fp8")}
 
 
 def test_experts_in_fp8_have_adapters(config, tmp_path):
     """Whose names are those of a dense model: they are stored after PEFT has found them."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
-    sizes = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, head_dim=16)
-    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2)
-    torch.manual_seed(0)
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(
-        tmp_path / "moe"
-    )
-    tokenizer.save_pretrained(tmp_path / "moe")
-    experts = dict(model=str(tmp_path / "moe"), lora_targets="all-linear", lora_dropout=0.0, quantize="fp8")
+    sizes = dict(moe_intermediate_size=16, head_dim=16, num_experts=4, num_experts_per_tok=2)
+    moe = save_model(tmp_path / "moe", tokenizer, "Qwen3Moe", intermediate_size=32, **sizes)
+    experts = dict(model=moe, lora_targets="all-linear", lora_dropout=0.0, quantize="fp8")
     run = replace(config, **experts, steps=2, checkpoint_every=0, eval_fraction=0.0, save=str(tmp_path / "tuned"))
     model = build(run, tokenizer, CPU, "fp32")
     made = [m for name, m in model.named_modules() if isinstance(m, LigerFloat8Experts)]
-    assert len(made) == 2 and any(
-        name.endswith("experts.lora_A.default.weight") for name, p in model.named_parameters() if p.requires_grad
-    )
+    learns = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(made) == 2 and any(name.endswith("experts.lora_A.default.weight") for name in learns)
     losses = loop.train(run)["losses"]
     dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     loaded = peft.PeftModel.from_pretrained(dense, tmp_path / "tuned")
-    assert len(losses) == 2 and any(
-        "experts" in name and p.any() for name, p in loaded.named_parameters() if "lora_B" in name
-    )
+    learnt = [name for name, p in loaded.named_parameters() if "lora_B" in name and p.any()]
+    assert len(losses) == 2 and any("experts" in name for name in learnt)
 
 
 def test_what_runs_ours_is_said_at_the_start(config, capsys):

@@ -25,7 +25,7 @@ from fp8_checkpoints import publish, stays_in_fp8
 from hf_models import served_by_kernels_or_references
 from packed_checkpoints import publish_as, publish_mxfp4
 from safetensors.torch import load_file, save_file
-from small_runs import STEPS, refused, write_jsonl
+from small_runs import STEPS, refused, save_model, write_jsonl
 
 from liger_kernel import cli
 from liger_kernel.train import adapters, card, demo, merge, stored
@@ -43,11 +43,7 @@ def run(tmp_path_factory):
     """A folder with a base in bf16, chats, and the adapters of a run; what the run has said."""
     folder = tmp_path_factory.mktemp("after")
     tokenizer = train_bpe([turn["content"] for chat in CHATS for turn in chat] + ["### User:\n### Assistant:"], 300)
-    tokenizer.save_pretrained(folder / "base")
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    form = transformers.LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **sizes)
-    transformers.LlamaForCausalLM(form).bfloat16().save_pretrained(folder / "base")
+    save_model(folder / "base", tokenizer, dtype="bfloat16", num_key_value_heads=2, initializer_range=0.3)
     data = write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in CHATS])
     places = dict(model=folder / "base", data=data, out=folder / "run", save=folder / "tuned", lora=4, device="cpu")
     argv = [part for name, value in (STEPS | places).items() for part in (f"--{name.replace('_', '-')}", str(value))]

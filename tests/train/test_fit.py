@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 import transformers
 from estimates import NOT_ESTIMATED, Measured, measured
-from quick import further
+from quick import further, words
 from small_runs import refused, small_run
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -205,11 +205,7 @@ def test_every_row_is_estimated_or_has_a_reason():
     reasons = [reason(file, row) for file, row in rows()]
     assert set(OUTSIDE) <= set(reasons), "a reason that no row has"
     estimated = {row["variant"] for (file, row), why in zip(rows(), reasons) if why is None}
-    assert estimated == {
-        "stock",
-        "ours",
-        *(f"ours:{how}" for how in ("bf16", "head", "fp8", "off", "mlp", "offload", "long")),
-    }
+    assert estimated == {"stock", "ours", *(f"ours:{how}" for how in words("bf16 head fp8 off mlp offload long"))}
 
 
 def table(estimates: Callable[[Measured], float], steps: Iterable[Measured]) -> list[str]:
@@ -219,9 +215,8 @@ def table(estimates: Callable[[Measured], float], steps: Iterable[Measured]) -> 
     for step in steps:
         gb = estimates(step)
         error = f"{100 * (gb / step.gb - 1):+.1f}".replace("-0.0", "0.0").replace("+0.0", "0.0")
-        lines.append(
-            f"| {step} | {'stock' if step.variant == 'stock' else 'patched'} | {step.gb:.2f} | {gb:.2f} | {error} % |"
-        )
+        kind = "stock" if step.variant == "stock" else "patched"
+        lines.append(f"| {step} | {kind} | {step.gb:.2f} | {gb:.2f} | {error} % |")
     return sorted(set(lines))
 
 
@@ -236,30 +231,25 @@ def test_the_page_has_these_errors(estimates):
 
 
 def test_the_page_has_each_step(estimates):
-    there = lines_of_the_page()
+    there, steps = lines_of_the_page(), lambda lines: {line.rsplit(" | ", 2)[0] for line in lines}
     assert set(table(estimates, WITH_MOST_TRAITS)) <= set(there)
-    assert {line.rsplit(" | ", 2)[0] for line in there} == {
-        line.rsplit(" | ", 2)[0] for line in table(lambda step: step.gb, LATEST)
-    }
+    assert steps(there) == steps(table(lambda step: step.gb, LATEST))
 
 
 @pytest.mark.slow
-def test_the_page_shows_what_is_printed(capsys):
-    command, printed = re.search(
-        r"^```bash\nliger fit (.*?)\n```\n\n```\n(.*?)^```", PAGE.read_text(), re.M | re.S
-    ).groups()
-    assert said(*command.split(), capsys=capsys) == printed
+def test_the_page_shows_what_is_printed(said):
+    shown = re.search(r"^```bash\nliger fit (.*?)\n```\n\n```\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    command, printed = shown.groups()
+    assert said(*command.split()) == printed
 
 
 def test_the_page_is_right_about_eight_gpus():
     """The second command of the page, and the numbers that the text takes from its answer."""
     run = TrainConfig(model="llama-3-8b", batch=1, length=8192, parallel="fsdp2", nproc=8)
     peak = fit.Estimates(config_of(MODELS[run.model]), "sm90", fit.world_of(run)).peak(run)
-    said = f"needs {peak.total / 1e9:.2f} GB on each of eight GPUs, {peak.parts['weights'] / 1e9:.2f} of these"
-    assert (
-        said in PAGE.read_text()
-        and f"and {peak.parts['gathered weights'] / 1e9:.2f} for weights that it gathers" in PAGE.read_text()
-    ), peak
+    needs = f"needs {peak.total / 1e9:.2f} GB on each of eight GPUs, {peak.parts['weights'] / 1e9:.2f} of these"
+    gathers = f"and {peak.parts['gathered weights'] / 1e9:.2f} for weights that it gathers"
+    assert needs in PAGE.read_text() and gathers in PAGE.read_text(), peak
 
 
 @pytest.mark.parametrize("why", OUTSIDE)
@@ -273,6 +263,7 @@ def llama(layers: int = 12, **more):
 
 
 RUN = TrainConfig(model="llama", batch=4, length=4096)
+OFFLOADED = dict(gradient_checkpointing="full", activation_offloading=True)
 
 
 def phases_of(form, config: TrainConfig, world: int = 1) -> dict[str, dict[str, int]]:
@@ -285,7 +276,7 @@ def phases_of(form, config: TrainConfig, world: int = 1) -> dict[str, dict[str, 
     [
         {},
         *further(
-            dict(gradient_checkpointing="full", activation_offloading=True),
+            OFFLOADED,
             dict(parallel="fsdp2"),
             dict(gradient_checkpointing="full"),
             dict(rematerialise="mlp"),
@@ -329,14 +320,10 @@ def test_parts_of_ranks_are_those_of_the_shapes():
         for changes in (dict(parallel="fsdp2"), dict(parallel="ddp"), dict(parallel="fsdp2", optimizer_on_cpu=True))
     )
     rounding = 512 * 100
-    assert [sharded[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx(
-        [size / 4, size / 4, size / 2], abs=rounding
-    )
-    assert [copies[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx(
-        [size, 2 * size, 2 * size], abs=rounding
-    )
-    # buffers stay
-    assert [on_cpu[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx([0, 0, 0], abs=rounding)
+    # on the CPU, buffers stay
+    for found, parts in ((sharded, (0.25, 0.25, 0.5)), (copies, (1, 2, 2)), (on_cpu, (0, 0, 0))):
+        expected = [size * part for part in parts]
+        assert [found[part] for part in ("weights", "gradients", "optimizer")] == pytest.approx(expected, abs=rounding)
     assert sharded["gathered weights"] == copies["gathered weights"] == 0, "they are given back after the backward"
 
 
@@ -356,9 +343,8 @@ def test_rows_that_ranks_share(flags, measured):
 def test_more_ranks_need_less():
     peak = lambda world, **changes: simulated.simulated(llama(2), replace(RUN, **changes), "bf16", world=world).total
     assert peak(8, parallel="fsdp2") < peak(2, parallel="fsdp2") < peak(2, parallel="ddp") == peak(8, parallel="ddp")
-    assert (
-        peak(2, parallel="ulysses") < peak(2, parallel="ddp") <= peak(2, parallel="ulysses", sequence_parallel_size=1)
-    )
+    alone = peak(2, parallel="ulysses", sequence_parallel_size=1)
+    assert peak(2, parallel="ulysses") < peak(2, parallel="ddp") <= alone
     assert peak(2, parallel="tp") < peak(1)
 
 
@@ -366,15 +352,9 @@ def test_more_ranks_need_less():
 def test_switches_need_less():
     """In rows of 32,768 tokens each step of this ladder needs less than the one above it."""
     ladder = (dict(kernels="off"), dict(), dict(rematerialise="mlp"), dict(gradient_checkpointing="full"))
-    ladder += (
-        dict(gradient_checkpointing="full", activation_offloading=True),
-        dict(gradient_checkpointing="full", activation_offloading=True, tiled_mlp=0),
-    )
+    ladder += OFFLOADED, OFFLOADED | dict(tiled_mlp=0)
     peaks = [simulated.simulated(llama(), replace(RUN, length=32768, **changes), "bf16").total for changes in ladder]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == len(peaks)
-
-
-OFFLOADED = dict(gradient_checkpointing="full", activation_offloading=True)
 
 
 def test_memory_of_the_cpu():
@@ -416,21 +396,19 @@ HELD = 3 * 65536 * 512 * 2 / 1e9  # of a model of two layers
 
 
 @pytest.mark.slow
-def test_memory_of_the_cpu_is_printed(model, capsys):
-    assert f"GB, and {HELD:.2f} GB of the CPU's memory for activations\n" in said(
-        "--model", model, *LONG, capsys=capsys
-    )
+def test_memory_of_the_cpu_is_printed(model, said):
+    assert f"GB, and {HELD:.2f} GB of the CPU's memory for activations\n" in said("--model", model, *LONG)
     with pytest.raises(UserError, match="--cpu-memory-gb must be positive and finite, got 0"):
         fit.main(["--model", model, *LONG, "--cpu-memory-gb", "0"])
 
 
 @pytest.mark.slow
-def test_less_memory_of_the_cpu(model, capsys):
+def test_less_memory_of_the_cpu(model, said):
     arguments = ["--model", model, *LONG]
-    short = json.loads(said(*arguments, "--cpu-memory-gb", "4.4", "--json", capsys=capsys))
+    short = json.loads(said(*arguments, "--cpu-memory-gb", "4.4", "--json"))
     assert short["cpu"]["activations"] <= 4.4e9 - offloading.RESERVE < HELD * 1e9
     on_cpu = [*arguments, "--parallel", "fsdp2", "--optimizer-on-cpu", "--memory-gb", "8", "--json", "--cpu-memory-gb"]
-    fits = [json.loads(said(*on_cpu, gb, capsys=capsys))["fits"] for gb in ("4.3", "10")]
+    fits = [json.loads(said(*on_cpu, gb))["fits"] for gb in ("4.3", "10")]
     assert fits == [False, True], "weights, gradients and moments need more than 5 MB"
 
 
@@ -474,15 +452,14 @@ def model(tmp_path) -> str:
     return str(tmp_path / "config.json")
 
 
-def said(*argv: str, capsys) -> str:
-    assert cli.main(["fit", *argv]) == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def said(capsys) -> Callable[..., str]:
+    """What ``liger fit`` prints."""
+    return lambda *argv: "" if cli.main(["fit", *argv]) else capsys.readouterr().out
 
 
-def test_the_table_of_switches(model, capsys):
-    text = said(
-        "--model", model, "--memory-gb", "0.5", "--seq", "8192", "--batch", "2", "--precision", "bf16", capsys=capsys
-    )
+def test_the_table_of_switches(model, said):
+    text = said("--model", model, "--memory-gb", "0.5", "--seq", "8192", "--batch", "2", "--precision", "bf16")
     assert re.search(
         r"config.json, 2 x 8192 tokens, on a GPU with 0.50 GB\n\n +peak GB +saves GB +fits +costs\nas given +[\d.]+ "
         r"+no\n",
@@ -498,10 +475,8 @@ def test_the_table_of_switches(model, capsys):
 
 
 @pytest.mark.slow
-def test_json_agrees_with_the_estimates(model, capsys):
-    found = json.loads(
-        said("--model", model, "--gpu", "rtx4090", "--checkpointing", "--seq", "8192", "--json", capsys=capsys)
-    )
+def test_json_agrees_with_the_estimates(model, said):
+    found = json.loads(said("--model", model, "--gpu", "rtx4090", "--checkpointing", "--seq", "8192", "--json"))
     run = TrainConfig(model=model, batch=1, length=8192, gradient_checkpointing="full")
     of = fit.Estimates(llama(2), "sm89")
     assert found["peak"] == sum(found["parts"].values()) == of.total(run) and found["memory"] == 24564 * 2**20 - 10**9
@@ -514,7 +489,7 @@ def test_json_agrees_with_the_estimates(model, capsys):
 
 
 @pytest.mark.slow
-def test_ranks_in_the_table(tmp_path, capsys):
+def test_ranks_in_the_table(tmp_path, said):
     llama(1).save_pretrained(tmp_path)
     model, of = str(tmp_path / "config.json"), fit.Estimates(llama(1), "sm90", 8)
     copies, shards = (
@@ -522,9 +497,7 @@ def test_ranks_in_the_table(tmp_path, capsys):
         for parallel in ("ddp", "fsdp2")
     )
     gb = f"{(copies + shards) / 2:.3f}"
-    text = said(
-        "--model", model, "--memory-gb", gb, "--parallel", "ddp", "--nproc", "4", "--nnodes", "2:4", capsys=capsys
-    )
+    text = said("--model", model, "--memory-gb", gb, "--parallel", "ddp", "--nproc", "4", "--nnodes", "2:4")
     assert f"1 x 2048 tokens, on each of 8 GPUs: a GPU with {float(gb):.2f} GB" in text
     assert re.search(r"--parallel fsdp2 +[\d.]+ +[\d.]+ +(yes|no) +time: every rank gathers", text)
     assert re.search(r"fits, with [\d.]+ GB: liger train .*--parallel fsdp2.* --nproc 4 --nnodes 2:4", text)
@@ -547,10 +520,8 @@ def test_ranks_that_cannot_be(model, flags, error, capsys):
 
 
 @pytest.mark.slow
-def test_nothing_fits(model, capsys):
-    assert "No combination of switches that trains the same model fits" in said(
-        "--model", model, "--memory-gb", "0.01", capsys=capsys
-    )
+def test_nothing_fits(model, said):
+    assert "No combination of switches that trains the same model fits" in said("--model", model, "--memory-gb", "0.01")
 
 
 def test_out_of_memory_is_explained(tmp_path, monkeypatch, capsys):
@@ -576,10 +547,6 @@ def test_other_errors_for_lack_of_memory(text, lacks, monkeypatch, capsys):
 
 def test_the_error_goes_on_if_it_cannot_be_explained(monkeypatch):
     monkeypatch.setattr(fit, "switches", lambda *args: 1 / 0)
-    assert (
-        fit.explained(llama(1), RUN, 80e9)
-        == "out of memory; what each switch would save is not known: division by zero"
-    )
-    assert fit.explained("no/such/model/here", RUN, 80e9).startswith(
-        "out of memory; what each switch would save is not known: no such folder"
-    )
+    unknown = "out of memory; what each switch would save is not known: "
+    assert fit.explained(llama(1), RUN, 80e9) == f"{unknown}division by zero"
+    assert fit.explained("no/such/model/here", RUN, 80e9).startswith(f"{unknown}no such folder")

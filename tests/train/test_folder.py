@@ -13,12 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
 import small_runs
-from small_runs import refused, small_run
+from small_runs import refused, save_model, small_run
 
 from liger_kernel.train import data as data_module
 from liger_kernel.train import files, folder, loop, ranks, store
@@ -202,17 +201,8 @@ def test_a_start_that_goes_on_keeps_the_record_of_the_one_before(trainer, config
 
 @trainers
 def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path, monkeypatch):
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    models = [str(tmp_path / name) for name in ("base", "of the same sizes")]
     tokenizer = data_module.load(config).tokenizer
-    for name in models:
-        (
-            transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(name),
-            tokenizer.save_pretrained(name),
-        )
+    models = [save_model(tmp_path / f"base{i}", tokenizer, initializer_range=0.02 + i) for i in range(2)]
     (tmp_path / "other.jsonl").write_text((json.dumps({"text": TEXT[::-1]}) + "\n") * 4)
     config = replace(config, model=models[0], trainer=trainer, checkpoint_every=1)
     loop.train(config)

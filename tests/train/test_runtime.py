@@ -31,7 +31,7 @@ import pytest
 import torch
 from processes import as_users_run_it, forkserver, free_port, until, write_to
 from quick import further
-from small_runs import TEXT, refused, saved, small_run, write_jsonl
+from small_runs import TEXT, refused, save_model, saved, small_run, write_jsonl
 
 pytest.importorskip("transformers")
 if not sys.platform.startswith("linux"):
@@ -200,19 +200,11 @@ def of_random_weights(base, **more):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A run of a tiny model with dropout, whose draws must come back as well."""
-    import transformers
-
     from liger_kernel.train.tokenise import train_bpe
 
     folder = tmp_path_factory.mktemp("runtime")
-    tokenizer = train_bpe([TEXT], 280)
-    tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    sizes |= dict(vocab_size=len(tokenizer), num_key_value_heads=1)
-    form = transformers.LlamaConfig(attention_dropout=0.1, **sizes)
-    transformers.LlamaForCausalLM(form).save_pretrained(folder / "model")
-    changes = dict(model=str(folder / "model"), batch=2, global_batch=6, steps=STEPS, warmup=2, log_every=3)
+    model = save_model(folder / "model", train_bpe([TEXT], 280), attention_dropout=0.1)
+    changes = dict(model=model, batch=2, global_batch=6, steps=STEPS, warmup=2, log_every=3)
     changes |= dict(checkpoint_every=3, eval_fraction=0.05, precision="fp32", parallel="fsdp2", timeout=60)
     return small_run(folder, [{"text": TEXT * 30 + str(i)} for i in range(12)], device=DEVICE, **changes)
 
@@ -295,10 +287,8 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(base, undisturbed, tmp_path):
     assert losses(config) == pytest.approx(losses(undisturbed), rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "parallel, precision, rel",
-    [pytest.param(*how, marks=pytest.mark.elastic) for how in (("ddp", "fp32", 1e-5), ("fsdp2", "bf16-mixed", 1e-2))],
-)
+@pytest.mark.elastic
+@pytest.mark.parametrize("parallel, precision, rel", [("ddp", "fp32", 1e-5), ("fsdp2", "bf16-mixed", 1e-2)])
 def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     """Killed, started again, preempted, and finished by one rank: the bits of a run left alone
     as long as there are two, the same losses after."""
@@ -323,18 +313,17 @@ def test_adapters_over_ranks(parallel, precision, rel, base, tmp_path):
     assert len(learnt) == 2 * 7 * 3 and shapes[0] == shapes[1]
 
 
+@pytest.mark.elastic
 @pytest.mark.parametrize(
     "changes",
     [
         # before the next one: PyTorch's cache on disk would take the moments of the two for the
         # same
-        pytest.param(dict(optimizer="adamw-bf16", precision="bf16"), marks=pytest.mark.elastic),
-        pytest.param(
-            dict(optimizer="adamw-8bit-bf16", precision="bf16"), marks=pytest.mark.elastic
-        ),  # torchao compiles it in each of eight processes
-        pytest.param(dict(optimizer="adamw-8bit", optimizer_in_backward=True), marks=pytest.mark.elastic),
-        pytest.param(dict(optimizer_in_backward=True), marks=pytest.mark.elastic),
-        pytest.param(dict(optimizer_on_cpu=True), marks=pytest.mark.elastic),
+        dict(optimizer="adamw-bf16", precision="bf16"),
+        dict(optimizer="adamw-8bit-bf16", precision="bf16"),  # torchao compiles it in each of eight processes
+        dict(optimizer="adamw-8bit", optimizer_in_backward=True),
+        dict(optimizer_in_backward=True),
+        dict(optimizer_on_cpu=True),
     ],
     ids=lambda changes: "-".join(str(value) for value in changes.values()),
 )
@@ -410,16 +399,12 @@ def test_tokens_weigh_the_same_on_every_rank(parallel, base, tmp_path):
     assert column(two, "grad_norm") == pytest.approx(column(one, "grad_norm"), rel=1e-4)
 
 
+PACKED = dict(packing="documents", length=25, gradient_checkpointing="full")
+
+
+# the next test has shards as well
 @pytest.mark.parametrize(
-    "parallel, more",
-    [
-        ("ulysses", {}),  # the next test has shards as well
-        pytest.param(
-            "ulysses-fsdp2",
-            dict(packing="documents", length=25, gradient_checkpointing="full"),
-            marks=pytest.mark.elastic,
-        ),
-    ],
+    "parallel, more", [("ulysses", {}), pytest.param("ulysses-fsdp2", PACKED, marks=pytest.mark.elastic)]
 )
 def test_ranks_that_share_rows(parallel, more, base, tmp_path):
     """In every step the losses of one process; after a restart, the bits of a run left alone, or
@@ -451,12 +436,9 @@ def test_ranks_that_share_rows(parallel, more, base, tmp_path):
     "more, close",
     [
         (dict(optimizer_in_backward=True), 1e-5),
-        pytest.param(
-            dict(optimizer_on_cpu=True), 1e-5, marks=pytest.mark.elastic
-        ),  # test_optimizers_over_shards has it
-        pytest.param(
-            dict(optimizer="adamw-8bit"), 1e-3, marks=pytest.mark.elastic
-        ),  # torchao compiles it in each process
+        # test_optimizers_over_shards has the one; torchao compiles the other in each process
+        pytest.param(dict(optimizer_on_cpu=True), 1e-5, marks=pytest.mark.elastic),
+        pytest.param(dict(optimizer="adamw-8bit"), 1e-3, marks=pytest.mark.elastic),
     ],
     ids=["in the backward", "on the CPU", "8 bits"],
 )
@@ -489,13 +471,10 @@ CORRUPTIONS = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
     "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    **{
-        f"flipped {i}": lambda path, i=i: path.write_bytes(
-            flipped(path.read_bytes(), i * (path.stat().st_size - 1) // 7)
-        )
-        for i in (0, 3, 7)
-    },
 }
+for i in (0, 3, 7):
+    flip = lambda path, i=i: path.write_bytes(flipped(path.read_bytes(), i * (path.stat().st_size - 1) // 7))
+    CORRUPTIONS[f"flipped {i}"] = flip
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS)
@@ -505,9 +484,7 @@ def test_damage_of_any_kind_is_found(corruption, undisturbed, tmp_path, capsys):
     newest, before = latest(undisturbed)
     assert checkpoint.damage(folder / newest) is None
     names = sorted(path.name for path in (folder / newest).iterdir())
-    of_a_rank = [
-        f"{name.format(rank)}" for rank in (0, 1) for name in ("rank-{}.json", "sums-{}.json", "__{}_0.distcp")
-    ]
+    of_a_rank = [name for rank in "01" for name in (f"rank-{rank}.json", f"sums-{rank}.json", f"__{rank}_0.distcp")]
     assert set(names) == {".metadata", "tensors.json", "state.json", *of_a_rank}
     for name in names:
         shutil.copytree(folder, tmp_path / name)
@@ -555,12 +532,7 @@ STRANGE = {
         f"{name} {value!s:.12}": of_the_file(
             "state.json", lambda state, name=name, value=value: state.update({name: value})
         )
-        for name, values in {
-            "step": (10**30, 1),
-            "ranks": (0, 10**12),
-            "identity": ([],),
-            "data": ({"parts": [[1]]},),
-        }.items()
+        for name, values in dict(step=(10**30, 1), ranks=(0, 10**12), identity=([],), data=({"parts": [[1]]},)).items()
         for value in values
     },
     "state is deep": lambda path: (path / "state.json").write_text("[" * 100_000),
@@ -693,15 +665,10 @@ def test_the_metadata_of_dcp_are_written_and_not_read(base, tmp_path):
     config = place(base, tmp_path, parallel="none", steps=2, checkpoint_every=2)
     loop.train(config)
     path = checkpoints_of(config) / latest(config)[0]
-    theirs, ours = (
-        reader(path).read_metadata() for reader in (checkpoint.dcp.FileSystemReader, checkpoint.IndexReader)
-    )
-    assert theirs.storage_data == ours.storage_data
-    for name, tensor in theirs.state_dict_metadata.items():
-        assert (tensor.size, tensor.chunks) == (
-            ours.state_dict_metadata[name].size,
-            ours.state_dict_metadata[name].chunks,
-        )
+    readers = checkpoint.dcp.FileSystemReader, checkpoint.IndexReader
+    theirs, ours = (reader(path).read_metadata() for reader in readers)
+    places = lambda found: {name: (t.size, t.chunks) for name, t in found.state_dict_metadata.items()}
+    assert theirs.storage_data == ours.storage_data and places(theirs) == places(ours)
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
     checkpoint.write_sums(path, 0)
     loop.train(replace(config, steps=3))
@@ -831,10 +798,8 @@ def test_all_ranks_refuse_a_folder_that_another_run_has(base, undisturbed, tmp_p
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     assert folder.acquired(tmp_path, 0) is None
-    assert (
-        "cannot be locked (No locks available): a second run could write to it without being noticed"
-        in capsys.readouterr().err
-    )
+    said = "cannot be locked (No locks available): a second run could write to it without being noticed"
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_goes_on_from_an_object_store_in_an_empty_folder(base, undisturbed, tmp_path):
@@ -871,8 +836,13 @@ def test_a_store_names_only_what_is_there_whole(base, undisturbed, tmp_path):
     assert new.fetch() is None  # what is in the folder wins
 
 
-def test_a_store_that_cannot_serve_is_said(base, tmp_path):
+def test_a_store_that_cannot_serve_is_said(base, tmp_path, monkeypatch):
+    """Before data are loaded: a bucket that does not exist was noticed after the last step."""
+    missing = mock.Mock(side_effect=FileNotFoundError("The specified bucket does not exist"))
+    monkeypatch.setattr(type(memory_store()), "pipe_file", missing)
+    monkeypatch.setattr(loop, "load", mock.Mock(side_effect=AssertionError("data were loaded")))
     for changes, said in (
+        (dict(store="memory://bucket/run"), "cannot write to the store memory://bucket/run: FileNotFoundError"),
         (dict(store="nothing://here"), "cannot use the store 'nothing://here'"),
         (dict(store="nonsense"), "store must be a URI, such as s3://bucket/run or file:///folder/run; got 'nonsense'"),
         (dict(store="file:///proc/nothing"), "cannot write to the store file:///proc/nothing: "),
@@ -918,17 +888,6 @@ def test_a_store_of_which_nothing_can_be_read_is_not_written_over(base, undistur
     with pytest.raises(UserError, match=r"no checkpoint in the store file:.* is complete"):
         loop.train(place(base, tmp_path, parallel="none", store=(tmp_path / "store").as_uri()))
     assert {path: path.read_bytes() for path in before} == before
-
-
-def test_a_store_that_is_not_there_is_said_before_training(base, tmp_path, monkeypatch):
-    """A bucket that does not exist was noticed after the last step."""
-    fs = memory_store()
-    monkeypatch.setattr(
-        type(fs), "pipe_file", mock.Mock(side_effect=FileNotFoundError("The specified bucket does not exist"))
-    )
-    monkeypatch.setattr(loop, "load", mock.Mock(side_effect=AssertionError("data were loaded")))
-    with pytest.raises(UserError, match="cannot write to the store memory://bucket/run: FileNotFoundError"):
-        loop.train(place(base, tmp_path, parallel="none", store="memory://bucket/run"))
 
 
 def test_copies_that_fail_are_counted(base, tmp_path, monkeypatch):
@@ -1235,12 +1194,8 @@ def test_restarted_workers_meet_again(user_env, tmp_path):
     """By default they do not: they find the addresses of the workers before them. A static
     rendezvous from the environment would not help, either."""
     launch = launching([sys.executable, "-c", MEET], max_restarts=1, out=str(tmp_path))
-    env = user_env | {
-        "OMP_NUM_THREADS": "1",
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(free_port()),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
-    }
+    env = user_env | dict(PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT=str(free_port()), OMP_NUM_THREADS="1")
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
     done = subprocess.run(launch, env=env, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
 
@@ -1379,12 +1334,9 @@ ENDS = {
     "the last is still ending": (("rank == 0", 0, 75, "rank == 0 and os._exit(75)"), None, 75),
     "mistake": (("True", 0, 1, "os._exit(2)"), None, 2),
     "crash": (("False", 0, 0, "os._exit(0 if again else 1)"), None, 0),
-    "a crash beside a preemption": (
-        ("True", 0, 75, "time.sleep(rank / 2); os._exit(0 if again else 1 + 74 * rank)"),
-        None,
-        0,
-    ),
 }
+BESIDE = "time.sleep(rank / 2); os._exit(0 if again else 1 + 74 * rank)"
+ENDS["a crash beside a preemption"] = ("True", 0, 75, BESIDE), None, 0
 
 
 @pytest.mark.parametrize(

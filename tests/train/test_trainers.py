@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import transformers
-from small_runs import forget_the_newest, refused, small_run, write_jsonl
+from small_runs import forget_the_newest, refused, save_model, small_run, write_jsonl
 
 from liger_kernel import cli
 from liger_kernel.train import checkpoint, hf, loop, ranks
@@ -145,11 +145,7 @@ def test_tokens_per_second_are_of_the_steps_that_are_timed(steps, timed, trainer
 @others
 def test_what_may_change_between_starts(trainer, config):
     """Batches: a step keeps its rows, else the run would go on at another place in the data."""
-    records = [
-        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": f"{i}" * (i % 7 + 1)}]}
-        for i in range(30)
-    ]
-    write_jsonl(Path(config.data), records)
+    write_jsonl(Path(config.data), [{"instruction": f"{i}", "output": f"{i}" * (i % 7 + 1)} for i in range(30)])
     config = replace(config, eval_fraction=0.0, schedule="constant")
     expected = loop.train(by(trainer, config))["losses"]
     first = by(trainer, config, steps=3, checkpoint_every=3)
@@ -166,32 +162,23 @@ def test_what_may_change_between_starts(trainer, config):
     assert loop.train(changed)["learning_rates"] == pytest.approx([learning_rate(changed, step) for step in (6, 7, 8)])
 
 
-@pytest.mark.parametrize(
-    "strange", ["a pipe", "a link", "of another step", "of no number", "deep", "of a list", "an unknown name"]
-)
+STATES = ['{"global_step": 5}', '{"global_step": "4"}', "[" * 100_000, "[4]", '{"global_step": 4, "x": 1}']
+
+
+@pytest.mark.parametrize("strange", ["a pipe", "a link", *STATES], ids=lambda strange: strange[:24])
 def test_checkpoints_of_strangers_are_said_to_be_damaged(strange, tmp_path):
     path = tmp_path / "checkpoint-4"
     path.mkdir()
     state = path / "trainer_state.json"
     state.write_text('{"global_step": 4}')
     assert hf.damage(path) is None
-    match strange:
-        case "a pipe":
-            os.mkfifo(path / "optimizer.pt")
-            os.mkfifo(tmp_path / "step-00000001.ckpt")
-            assert checkpoint.torn(tmp_path / "step-00000001.ckpt") == "is no regular file"
-        case "a link":
-            (path / "rng_state.pth").symlink_to("/dev/zero")
-        case _:
-            state.write_text(
-                {
-                    "of another step": '{"global_step": 5}',
-                    "of no number": '{"global_step": "4"}',
-                    "deep": "[" * 100_000,
-                    "of a list": "[4]",
-                    "an unknown name": '{"global_step": 4, "x": 1}',
-                }[strange]
-            )
+    if strange == "a pipe":
+        os.mkfifo(path / "optimizer.pt")
+        assert checkpoint.torn(path / "optimizer.pt") == "is no regular file"
+    elif strange == "a link":
+        (path / "rng_state.pth").symlink_to("/dev/zero")
+    else:
+        state.write_text(strange)
     assert hf.damage(path)
 
 
@@ -252,11 +239,7 @@ def test_padding_and_ends_that_a_tokenizer_lacks(trainer, config, tmp_path, caps
     chats = [[("user", "a " * n), ("assistant", "b c " * n)] for n in range(1, 9)]
     records = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
     write_jsonl(Path(config.data), records)
-    sizes = dict(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
-    )
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes)).save_pretrained(tmp_path / "model")
-    losses = {}
+    losses, model = {}, None
     for name, pad, special in (
         ("neither", 7, {}),
         ("pad", 7, {"pad_token": "P"}),
@@ -265,11 +248,19 @@ def test_padding_and_ends_that_a_tokenizer_lacks(trainer, config, tmp_path, caps
     ):
         words = Tokenizer(models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3, "P": pad}, unk_token="?"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", **special).save_pretrained(
-            tmp_path / name
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", **special)
+        tokenizer.save_pretrained(tmp_path / name)
+        model = model or save_model(tmp_path / "model", range(8))
+        one = replace(
+            config,
+            model=model,
+            tokenizer=str(tmp_path / name),
+            out=str(tmp_path / "out" / name),
+            trainer=trainer,
+            save=None,
+            steps=2,
+            eval_fraction=0.2,
         )
-        places = dict(model=str(tmp_path / "model"), tokenizer=str(tmp_path / name), out=str(tmp_path / "out" / name))
-        one = replace(config, **places, trainer=trainer, save=None, steps=2, eval_fraction=0.2)
         losses[name] = [loop.train(one)[curve] for curve in ("losses", "evaluations")]
         assert ("the tokenizer has no end token" in capsys.readouterr().out) == (name != "end")
     assert losses["neither"] == losses["pad"] == losses["far"] != losses["end"]  # which an answer learns
@@ -300,18 +291,12 @@ def test_a_loss_that_is_not_finite_ends_the_run(trainer, config):
         loop.train(by(trainer, config, lr=1e20, warmup=0, grad_clip=0.0))
 
 
-@pytest.mark.parametrize(
-    "trainer, name, value",
-    [
-        ("hf", "nonfinite", "skip"),
-        ("lightning", "nonfinite", "skip"),
-        ("hf", "parallel", "tp"),
-        ("lightning", "parallel", "tp"),
-        ("torch", "parallel", "deepspeed-z2"),
-    ],
-)
-def test_what_it_does_not_offer_is_said(trainer, name, value, config):
-    refused(f"trainer {trainer} offers {name} .*; got {value}", replace, config, trainer=trainer, **{name: value})
+def test_what_it_does_not_offer_is_said(config):
+    offers = [
+        (trainer, *other) for trainer in ("hf", "lightning") for other in (("nonfinite", "skip"), ("parallel", "tp"))
+    ]
+    for trainer, name, value in (*offers, ("torch", "parallel", "deepspeed-z2")):
+        refused(f"trainer {trainer} offers {name} .*; got {value}", replace, config, trainer=trainer, **{name: value})
 
 
 def test_batches_that_do_not_fit_are_said(config):
@@ -341,13 +326,8 @@ def test_sharded_over_two_ranks(parallel, config, user_env):
     two = by("hf", config, parallel=parallel, accumulate=1, nproc=2, max_restarts=0)
     two.save_to(Path(two.out) / "two.json")
     argv = [sys.executable, "-m", "liger_kernel.cli", "train", "--config", str(Path(two.out) / "two.json")]
-    done = subprocess.run(
-        argv,
-        env=user_env | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = user_env | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(Path(two.out, "metrics.json").read_text())
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from liger_kernel.train.measure import device_name
+
 GPU = torch.cuda.is_available()
 SEPARATOR = "spin_kernel"  # the kernel of torch.cuda._sleep; no measured call launches it
 
@@ -203,5 +205,10 @@ def hardware() -> dict[str, Any]:
     for name in ("triton", "transformers", "liger_kernel"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    device = torch.cuda.get_device_name() if GPU else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-    return {"hardware": device, "python": platform.python_version(), **versions, "date": date.today().isoformat()}
+    device = torch.device("cuda" if GPU else "cpu")
+    return {
+        "hardware": device_name(device),
+        "python": platform.python_version(),
+        **versions,
+        "date": date.today().isoformat(),
+    }

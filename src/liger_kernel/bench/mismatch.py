@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from liger_kernel.bench.arguments import numbers, outputs, several
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train.files import export
-from liger_kernel.train.mistakes import Parser, UserError, aligned, at_least, mistaken, note, one_of
+from liger_kernel.train.mistakes import Parser, UserError, aligned, at_least, mistaken, needs, note, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,6 @@ COLUMNS = {
     **{"batch": "{}", "tokens": "{:,}", "equal": "{:.2%}", "kl": "{:.1e}", "median": "{:.1e}", "p99": "{:.1e}"},
     **{"most": "{:.1e}", "ratio": "{:.3f}", "routers": "{:.2%}"},
 }
-COLOURS = {"stock": "#b6bec8", "stock:fp32-head": "#7d8894", "ours": "#0a7d6c", "ours:fp32-head": "#4fb3a3"}
 
 
 def parser_of() -> Parser:
@@ -360,25 +359,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([aligned([["row", *used], *lines], words={0}), *failures])
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> str:
+def plot(rows: list[dict[str, Any]]) -> bytes:
     """Draw, for each way at its largest batch, which share of tokens differs by at most how much."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no plot (matplotlib is missing: pip install matplotlib)"
-    figure = Figure(figsize=(7, 4), dpi=160, layout="constrained")
-    axes = figure.subplots()
-    last = {row["variant"]: row for row in rows if not row.get("failed")}
-    least = min((x for row in last.values() for x in row["quantiles"] if x), default=1e-9) / 10
-    for name, row in last.items():
-        # no logarithm of zero: equal bits are drawn on the left edge
-        values = [max(x, least) for x in row["quantiles"]]
-        axes.plot(values, [i / 2 for i in range(201)], label=name, color=COLOURS.get(name, "#d1495b"))
-    axes.set(xscale="log", xlabel="|difference of log-probabilities| (left edge: equal bits)", ylabel="% of tokens")
-    axes.set_title(f"{rows[0]['model']}, {rows[0]['engine']}: sampler and trainer")
-    axes.legend()
-    figure.savefig(path, format="png")
-    return f"{path}"
+    from liger_kernel.train.card import curves
+
+    last = {row["variant"]: row["quantiles"] for row in rows if not row.get("failed")}
+    least = min((x for sizes in last.values() for x in sizes if x), default=1e-9) / 10
+    # no logarithm of zero: equal bits are drawn on the left edge
+    lines = {name: ([max(x, least) for x in sizes], [i / 2 for i in range(201)]) for name, sizes in last.items()}
+    title, x = f"{rows[0]['model']}, {rows[0]['engine']}: sampler and trainer", "|difference of log-probabilities|"
+    return curves(lines, "png", xscale="log", xlabel=f"{x} (left edge: equal bits)", ylabel="% of tokens", title=title)
 
 
 def main(argv: list[str]) -> int:
@@ -386,6 +376,9 @@ def main(argv: list[str]) -> int:
     a = parse(argv)
     if a.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("--engine vllm needs vLLM: pip install vllm")
+    if a.plot:
+        with needs("--plot", "matplotlib"):
+            import matplotlib  # noqa: F401
     from liger_kernel.bench import clock
 
     result: dict[str, Any] = {"meta": clock.hardware() | {"command": "liger bench mismatch " + " ".join(argv)}}
@@ -401,7 +394,8 @@ def main(argv: list[str]) -> int:
             export(a.json, json.dumps(result, indent=1))
     print(f"{a.model}, {a.engine}: prompts of {a.prompt} tokens, answers of {a.new}\n\n{table(rows)}")
     if a.plot:
-        print(plot(rows, Path(a.plot)))
+        export(a.plot, plot(rows))
+        print(a.plot)
     ours = [row for row in rows if row["variant"].startswith("ours")]
     invariant = [row for row in ours if row["variant"] == "ours:invariant"]
     return int(any(row.get("failed") for row in ours) or any(row.get("equal") != 1 for row in invariant))

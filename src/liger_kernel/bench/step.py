@@ -178,9 +178,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for wrong, message in refused(a):
         if wrong:
             raise UserError(message)
-    how = dict(parallel="fsdp2" if a.parallel == "ep" else a.parallel or "none", grad_clip=0, precision="bf16")
-    how |= {} if a.optimizer == "sgd" else {"optimizer": a.optimizer}
-    TrainConfig(**how, optimizer_in_backward=a.optimizer_in_backward, optimizer_on_cpu=a.optimizer_on_cpu)
+    # refuses what does not combine
+    TrainConfig(
+        grad_clip=0,
+        precision="bf16",
+        parallel="fsdp2" if a.parallel == "ep" else a.parallel or "none",
+        optimizer="adamw" if a.optimizer == "sgd" else a.optimizer,
+        optimizer_in_backward=a.optimizer_in_backward,
+        optimizer_on_cpu=a.optimizer_on_cpu,
+    )
     with mistaken("", ImportError):
         require(a.optimizer)
     holds("liger_kernel", a.upstream_path, "--upstream-path", UPSTREAM)

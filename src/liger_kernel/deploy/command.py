@@ -9,6 +9,14 @@ from liger_kernel.deploy.kubectl import Cluster
 from liger_kernel.deploy.render import FORMS, render, write
 from liger_kernel.train.mistakes import Parser, UserError, writable
 
+COMMANDS = {
+    "render": "print or write a job's files",
+    "submit": "kubectl apply of the plain YAML",
+    "status": "the state of the run and its pods, and its last line",
+    "logs": "what the trainer prints on all nodes",
+    "delete": "stop the run, which saves a checkpoint, and delete its objects",
+}
+
 
 def main(argv: list[str]) -> int:
     parser = Parser(
@@ -16,21 +24,15 @@ def main(argv: list[str]) -> int:
         description="Render a training job for Kubernetes, submit it, and look after it (docs/guides/clusters.md).",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    rendering = commands.add_parser("render", help="print or write a job's files")
-    submitting = commands.add_parser("submit", help="kubectl apply of the plain YAML")
-    asking = commands.add_parser("status", help="the state of the run and its pods, and its last line")
-    reading = commands.add_parser("logs", help="what the trainer prints on all nodes")
-    deleting = commands.add_parser("delete", help="stop the run, which saves a checkpoint, and delete its objects")
-    for command in commands.choices.values():
-        command.add_argument("job", help="YAML or JSON file of a job")
-    for command in (submitting, asking, reading, deleting):
-        command.add_argument("--context", help="the context of kubectl's configuration to use")
-    for command in (submitting, deleting):
-        command.add_argument(
-            "--dry-run",
-            choices=("client", "server"),
-            help="let kubectl check and change nothing; server asks the cluster's own checks",
-        )
+    check = "let kubectl check and change nothing; server asks the cluster's own checks"
+    for name, text in COMMANDS.items():
+        add = commands.add_parser(name, help=text).add_argument
+        add("job", help="YAML or JSON file of a job")
+        if name != "render":
+            add("--context", help="the context of kubectl's configuration to use")
+        if name in ("submit", "delete"):
+            add("--dry-run", choices=("client", "server"), help=check)
+    rendering, reading = commands.choices["render"], commands.choices["logs"]
     forms = (
         "plain YAML, a folder for kubectl -k, a Helm chart, the config of liger train, "
         "Prometheus rules, or a Grafana dashboard"

@@ -166,8 +166,8 @@ def report(run: Path, scores: dict[str, Any]) -> str:
 
 
 def _svg(points: list[tuple[int, float]], name: str) -> str:
-    from liger_kernel.train.card import curve
+    from liger_kernel.train.card import curves
 
     steps, values = zip(*points)
-    text = curve(steps, values, name, "svg").decode()
+    text = curves({name: (steps, values)}, "svg", xlabel="step", ylabel=name).decode()
     return text[text.index("<svg") :]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +107,21 @@ def _public(name: str) -> str:
 def _draw(steps: list[int], losses: list[float], path: Path) -> str:
     """Draw the losses, and return what shows them; nothing without matplotlib."""
     try:
-        write(path, curve(steps, losses, "loss", "png"))
+        write(path, curves({"loss": (steps, losses)}, "png", xlabel="step", ylabel="loss"))
     except ImportError:
         return ""
     return f"\n![loss of each step]({PICTURE})\n"
 
 
-def curve(steps: Sequence[int], values: Sequence[float], name: str, form: str) -> bytes:
-    """A picture of values over steps."""
+def curves(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], form: str, **axes: Any) -> bytes:
+    """A picture of lines: name -> (x, y). ``axes``: what ``Axes.set`` of matplotlib takes."""
     from matplotlib.figure import Figure
 
     figure, picture = Figure(figsize=(7, 3), layout="constrained"), io.BytesIO()
-    axes = figure.subplots(subplot_kw={"xlabel": "step", "ylabel": name})
-    axes.plot(steps, values, gid=name.replace(" ", "-"))
+    shown = figure.subplots(subplot_kw=axes)
+    for name, (x, y) in lines.items():
+        shown.plot(x, y, label=name, gid=name.replace(" ", "-"))
+    if len(lines) > 1:
+        shown.legend()
     figure.savefig(picture, format=form, dpi=120)
     return picture.getvalue()

@@ -127,16 +127,11 @@ class Checkpoints:
                 f"got {self.ranks.world}"
             )
         # DCP itself ignores tensors that the model lacks
-        for names, who in ((there.keys() - tensors.keys(), ", which"), (tensors.keys() - there.keys(), ": it")):
-            if names:
-                some = ", ".join(sorted(names)[:3])[:300] + (" ..." if len(names) > 3 else "")
-                raise UserError(f"checkpoint {path} does not fit this model{who} lacks {some}")
-        for name, tensor in tensors.items():
-            if (shape := tuple(there[name]["size"])) != tensor.shape:
-                raise UserError(
-                    f"checkpoint {path} does not fit this model: {name:.100} has shape {shape} there, "
-                    f"{tuple(tensor.shape)} here"
-                )
+        sizes, own = ({k: tuple(v["size"]) for k, v in there.items()}, {k: tuple(t.shape) for k, t in tensors.items()})
+        for name in sorted(sizes.keys() | own.keys()):
+            if sizes.get(name) != own.get(name):
+                shapes = f"shape {sizes.get(name)} there, {own.get(name)} here"
+                raise UserError(f"checkpoint {path} does not fit this model: {name:.100} has {shapes}")
         try:
             dcp.load(tensors, storage_reader=IndexReader(path), process_group=self.ranks.saving)
         # DCP raises it on all ranks, whichever failed

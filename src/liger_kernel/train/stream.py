@@ -276,7 +276,7 @@ class Writer:
         if self._next != part:
             self._stream = self.records.since(tuple(begin))  # type: ignore[arg-type]  # a position is a pair
             self._ahead = next(self._stream, None)
-        records, size, end = [], 0, begin
+        records, size, end = [], 0, tuple(begin)
         while self._ahead is not None and size < self.config.stream * 1_000_000:
             record, end = self._ahead
             records.append(record)

@@ -34,9 +34,10 @@ def save_model(folder: Path, tokenizer: Any, kind: str = "Llama", dtype: str = "
     import torch
     import transformers
 
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2) | sizes
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    small |= dict(num_key_value_heads=1, vocab_size=len(tokenizer))
     torch.manual_seed(0)
-    form = getattr(transformers, f"{kind}Config")(vocab_size=len(tokenizer), **dict(num_key_value_heads=1) | sizes)
+    form = getattr(transformers, f"{kind}Config")(**small | sizes)
     getattr(transformers, f"{kind}ForCausalLM")(form).to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

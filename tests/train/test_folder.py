@@ -202,7 +202,7 @@ def test_a_start_that_goes_on_keeps_the_record_of_the_one_before(trainer, config
 @trainers
 def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path, monkeypatch):
     tokenizer = data_module.load(config).tokenizer
-    models = [save_model(tmp_path / f"base{i}", tokenizer, initializer_range=0.02 + i) for i in range(2)]
+    models = [save_model(tmp_path / f"base{i}", tokenizer, initializer_range=0.02 * (i + 1)) for i in range(2)]
     (tmp_path / "other.jsonl").write_text((json.dumps({"text": TEXT[::-1]}) + "\n") * 4)
     config = replace(config, model=models[0], trainer=trainer, checkpoint_every=1)
     loop.train(config)

@@ -250,17 +250,9 @@ def test_padding_and_ends_that_a_tokenizer_lacks(trainer, config, tmp_path, caps
         words.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", **special)
         tokenizer.save_pretrained(tmp_path / name)
-        model = model or save_model(tmp_path / "model", range(8))
-        one = replace(
-            config,
-            model=model,
-            tokenizer=str(tmp_path / name),
-            out=str(tmp_path / "out" / name),
-            trainer=trainer,
-            save=None,
-            steps=2,
-            eval_fraction=0.2,
-        )
+        model = model or save_model(tmp_path / "model", tokenizer, vocab_size=8, hidden_size=16, intermediate_size=16)
+        places = dict(model=model, tokenizer=str(tmp_path / name), out=str(tmp_path / "out" / name), save=None)
+        one = replace(config, **places, trainer=trainer, steps=2, eval_fraction=0.2)
         losses[name] = [loop.train(one)[curve] for curve in ("losses", "evaluations")]
         assert ("the tokenizer has no end token" in capsys.readouterr().out) == (name != "end")
     assert losses["neither"] == losses["pad"] == losses["far"] != losses["end"]  # which an answer learns

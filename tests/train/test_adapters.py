@@ -24,7 +24,7 @@ from liger_kernel import cli
 from liger_kernel.nn.float8 import LigerFloat8Experts
 from liger_kernel.train import adapters, checkpoint, loop
 from liger_kernel.train.config import UserError, from_flags
-from liger_kernel.train.evaluate import evaluate
+from liger_kernel.train.loop import evaluate
 from liger_kernel.train.model import build
 from liger_kernel.train.tokenise import train_bpe
 

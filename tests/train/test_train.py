@@ -497,7 +497,7 @@ def test_mistakes_in_other_files_are_named(name, content, message, tmp_path):
 def test_a_run_is_evaluated_on_other_data(config, tmp_path):
     """No row of its own data is kept back; of what is evaluated, the loss is that of the saved
     model on these data alone."""
-    from liger_kernel.train.evaluate import evaluate
+    from liger_kernel.train.loop import evaluate
 
     other = write_jsonl(tmp_path / "other.jsonl", [{"text": TEXT[::-1]}] * 2)
     config = replace(config, eval_data=other, save=str(tmp_path / "saved"), eval_every=2)

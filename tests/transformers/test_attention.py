@@ -26,7 +26,7 @@ from liger_kernel.testing import run as run_op
 from liger_kernel.train import loop
 from liger_kernel.train import model as train_model
 from liger_kernel.train.config import TrainConfig
-from liger_kernel.train.evaluate import evaluate
+from liger_kernel.train.loop import evaluate
 from liger_kernel.train.token_rows import IGNORE, TokenRows
 from liger_kernel.transformers import (
     _apply_liger_kernel_to_instance,

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from liger_kernel.bench.arguments import numbers, outputs, several
+from liger_kernel.bench.results import Row
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train.files import export
 from liger_kernel.train.mistakes import Parser, UserError, aligned, at_least, mistaken, needs, note, one_of
@@ -314,13 +315,13 @@ def sample_vllm(model: Any, name: str, prompts: Tensor, batch: int, a: argparse.
 # -- results
 
 
-def compare(sampler: ScoredRows, trainer: ScoredRows, prompt: int) -> tuple[dict[str, Any], list[float]]:
+def compare(sampler: ScoredRows, trainer: ScoredRows, prompt: int) -> tuple[Row, list[float]]:
     """The fields of a row, and quantiles of |d| for the plot."""
 
     d = (trainer.logp.double() - sampler.logp.double()).flatten()
     sizes = d.abs().sort().values
     at = lambda q: sizes[min(len(sizes) - 1, int(q * len(sizes)))].item()
-    row: dict[str, Any] = dict(tokens=len(d), equal=(trainer.logp == sampler.logp).double().mean().item())
+    row: Row = dict(tokens=len(d), equal=(trainer.logp == sampler.logp).double().mean().item())
     row |= dict(kl=(d.exp() - 1 - d).mean().item(), median=at(0.5), p99=at(0.99), most=at(1.0))
     row |= dict(ratio=math.exp(min(row["most"], 700.0)), routers=None)
     if sampler.routes is not None and trainer.routes is not None:
@@ -329,7 +330,7 @@ def compare(sampler: ScoredRows, trainer: ScoredRows, prompt: int) -> tuple[dict
     return row, [at(i / 200) for i in range(201)]
 
 
-def measure(a: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
+def measure(a: argparse.Namespace, name: str) -> Iterator[Row]:
     """The rows of one way, one for each batch."""
     import torch
 
@@ -351,7 +352,7 @@ def measure(a: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
         torch.cuda.empty_cache()
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     used = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
     shown = lambda row, name: "" if row.get(name) is None else COLUMNS[name].format(row[name])
     lines = [[row["variant"], *(shown(row, name) for name in used)] for row in rows if not row.get("failed")]
@@ -359,7 +360,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([aligned([["row", *used], *lines], words={0}), *failures])
 
 
-def plot(rows: list[dict[str, Any]]) -> bytes:
+def plot(rows: list[Row]) -> bytes:
     """Draw, for each way at its largest batch, which share of tokens differs by at most how much."""
     from liger_kernel.train.card import curves
 

@@ -18,7 +18,7 @@ from flytekitplugins.kfpytorch import CleanPodPolicy, Elastic, RunPolicy
 
 from liger_kernel.deploy import steps
 from liger_kernel.deploy.job import Job
-from liger_kernel.deploy.pods import elastic, pod_spec
+from liger_kernel.deploy.manifests import elastic, pod_spec
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.ranks import ELASTIC
 

@@ -218,18 +218,27 @@ def _metrics_and_probes(job: Job) -> Object:
     }
 
 
-def bare_pod(job: Job, container: str) -> Object:
-    """The pod of a job for a platform that adds command, image and resources: mounts, security
-    context and environment variables."""
-    spec = _template(dataclasses.replace(job, arch=None), container, "")["spec"]
+def pod_spec(job: Job, **variables: str) -> Any:
+    """A ``V1PodSpec`` for a platform that adds command, image and resources. Its container
+    ``primary`` has the job's volumes, security context and environment variables, and also
+    ``variables``."""
+    from kubernetes import client
+
+    spec = _template(dataclasses.replace(job, arch=None), "primary", "")["spec"]
     node = spec["containers"][0]
     # the platform has its own configuration, and its own size of /dev/shm
     kept = lambda found: [each for each in found if each["name"] not in ("config", "shm")]
-    names = ("name", "env", "envFrom", "securityContext")
-    bare = {name: value for name, value in node.items() if name in names}
+    bare = {name: value for name, value in node.items() if name in ("name", "envFrom", "securityContext")}
+    bare["env"] = node["env"] + [{"name": name, "value": value} for name, value in variables.items()]
     spec["containers"] = [{**bare, "volumeMounts": kept(node["volumeMounts"])}]
     spec["volumes"] = kept(spec["volumes"])
-    return spec
+    return client.ApiClient().deserialize(json.dumps(spec), "V1PodSpec", "application/json")
+
+
+def elastic(job: Job) -> dict[str, Any]:
+    """Arguments of Flyte's ``Elastic``: machines, processes on each, restarts."""
+    nodes = job.nodes if job.min_nodes in (None, job.nodes) else f"{job.min_nodes}:{job.nodes}"
+    return {"nnodes": nodes, "nproc_per_node": job.processes, "max_restarts": job.train.max_restarts}
 
 
 def _environment(job: Job) -> list[Object]:

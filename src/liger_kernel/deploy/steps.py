@@ -118,7 +118,7 @@ def first() -> bool:
 def evaluate(config: TrainConfig, data: Path, run: Path) -> dict[str, Any]:
     """The loss of the saved model on held-out rows, stock and patched. It shows that the saved
     model is the trained model."""
-    from liger_kernel.train.evaluate import evaluate
+    from liger_kernel.train.loop import evaluate
 
     config = dataclasses.replace(config, data=str(data), model=str(run))
     scores = evaluate(config)

@@ -366,7 +366,10 @@ def damage(path: Path) -> str | None:
         files = _files(path)
         step = step_of(path)
         state = read_object(path / "state.json", **STATE | {"step": range(step, step + 1)})
-        sums = _sums(path, state["ranks"], files)
+        of_ranks = [read_object(path / f"sums-{rank}.json") for rank in range(state["ranks"])]
+        sums = {name: sha for of_rank in of_ranks for name, sha in of_rank.items()}
+        for name in sums.keys() - files.keys():
+            raise ValueError(f"{name!r:.100} is missing")
         if wrong := _differing(path, sums):
             return f"{wrong} is not what was written"
         for rank in range(state["ranks"]):
@@ -453,15 +456,6 @@ def write_sums(folder: Path, rank: int) -> None:
         *([folder / name for name in ("state.json", INDEX, ".metadata")] if rank == 0 else []),
     ]
     write(folder / f"sums-{rank}.json", json.dumps({path.name: digest(path) for path in mine}))
-
-
-def _sums(folder: Path, ranks: int, files: Collection[str]) -> dict[str, str]:
-    """File -> checksum, of all ranks. ``ValueError`` for a name that is not in ``files``."""
-    sums = {name: sha for rank in range(ranks) for name, sha in read_object(folder / f"sums-{rank}.json").items()}
-    for name in sums:
-        if name not in files:
-            raise ValueError(f"{name!r:.100} is missing")
-    return sums
 
 
 def _differing(folder: Path, sums: dict[str, str]) -> str | None:

@@ -125,6 +125,8 @@ def status(row: Row) -> str:
 # -- files
 
 META = ("hardware", "torch", "triton", "transformers", "liger_kernel", "date")
+WORDS = {*META, "op", "case", "dtype", "mode", "variant", "sweep", "model", "parallel", "quantize", "fp8"}
+WORDS |= {"lora_targets", "data", "optimizer", "failed"}
 TIMES = ("device_ms", "wall_ms", "host_ms", "floor_ms", "step_ms")  # other columns in ms are kinds of work
 
 
@@ -197,9 +199,10 @@ def _of_csv(path: Path) -> dict[str, Any]:
 
 
 def _parsed(name: str, text: str) -> Any:
-    if text in ("", "True", "False"):
-        return text == "True" if text else None
-    # a version such as 2.13 is a word, too
+    if name in WORDS or not text:
+        return text or None
+    if text in ("True", "False"):
+        return text == "True"
     with contextlib.suppress(ValueError):
-        return json.loads(text) if text[0] in "{-0123456789" and name not in META else text
+        return json.loads(text) if text[0] in "{-0123456789" else text
     return text

@@ -1009,6 +1009,36 @@ def test_the_endpoint_answers_whatever_it_is_sent(parts, status, monkeypatch):
         assert endpoint._thread.is_alive()
 
 
+def no_thread(monkeypatch, name):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")  # what Python says where a limit of processes is reached
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("watch", "rank 0: there is no watch over progress"),
+        ("metrics", "no metrics on 127.0.0.1:"),
+        ("store", "checkpoints are copied to the store at the end of the run alone"),
+        ("AsyncCheckpoint", "training waits for the checkpoint of step 2"),
+    ],
+)
+def test_a_thread_that_cannot_start_is_said_and_done_without(name, said, base, tmp_path, monkeypatch, capsys):
+    no_thread(monkeypatch, name)
+    needed = {"metrics": dict(metrics_port=free_port()), "store": dict(store=(tmp_path / "store").as_uri())}
+    config = place(base, tmp_path, parallel="none", steps=4, checkpoint_every=2, **needed.get(name, {}))
+    assert len(loop.train(config)["losses"]) == 4
+    assert f"can't start new thread: {said}" in capsys.readouterr().err
+    assert latest(config) == ["step-00000004", "step-00000002"]
+    assert name != "store" or (tmp_path / "store" / "checkpoints" / "latest").read_text().split() == latest(config)
+
+
 def test_a_rendezvous_that_is_taken_is_said(monkeypatch, capsys):
     """Within seconds, and that is the end: a program that does not answer would be waited for
     without end."""

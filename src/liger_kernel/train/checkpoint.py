@@ -182,8 +182,13 @@ class Checkpoints:
         tensors, _ = _tensors(model, optimizer)
         save = lambda by: by(tensors, storage_writer=IndexWriter(self._path), process_group=self.ranks.saving)
         if not wait:
-            self._future = _then_summed(save(dcp.async_save), self._path, self.ranks.rank)
-            return
+            try:
+                self._future = _then_summed(save(dcp.async_save), self._path, self.ranks.rank)
+                return
+            except RuntimeError as problem:
+                if "start new thread" not in str(problem):
+                    raise
+                note(f"{problem}: training waits for the checkpoint of step {state['step']}")
         self._future = Future()
         try:
             save(dcp.save)
@@ -192,7 +197,9 @@ class Checkpoints:
         # a full disk, here or on another rank; DCP's error is no Exception
         except (Exception, dcp.api.CheckpointException) as problem:
             self._future.set_exception(problem)
-        self.finish()
+        if wait:
+            # without it, other ranks have not finished either: ``commit`` comes later
+            self.finish()
 
     @property
     def done(self) -> int:

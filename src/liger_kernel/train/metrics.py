@@ -17,7 +17,6 @@ import json
 import math
 import socket
 import sys
-import threading
 import time
 import urllib.parse
 import uuid
@@ -30,6 +29,7 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.train.config import REPORTS, TrainConfig, UserError
 from liger_kernel.train.files import NUMBER, append, fits, write
 from liger_kernel.train.mistakes import note
+from liger_kernel.train.ranks import optional_thread
 from liger_kernel.train.redact import in_a_line, redacted
 
 # name on the endpoint -> (key of a log line, what it is); what ends in _total is a counter
@@ -147,12 +147,12 @@ class Endpoint:
         self.port = self._listener.getsockname()[1]
         self._clients: set[asyncio.Task] = set()
         self._ended = False
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-        self._thread.start()
+        self._thread = optional_thread(lambda: asyncio.run(self._serve()), "metrics", f"no metrics on {host}:{port}")
 
     def close(self) -> None:
         self._ended = True
-        self._thread.join()
+        if self._thread:
+            self._thread.join()
         self._listener.close()
 
     async def _serve(self) -> None:

@@ -224,7 +224,19 @@ def die_with_launcher() -> None:
         os.write(2, b"the launcher has ended, so this rank ends too\n")
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    optional_thread(watch, "launcher", "this rank will not notice if its launcher is killed")
+
+
+def optional_thread(target: Callable[[], Any], name: str, without: str) -> threading.Thread | None:
+    """A thread that the run can do without: where none can start (a limit of processes is
+    reached), the run says what that means and goes on."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        note(f"{error}: {without}")
+        return None
+    return thread
 
 
 def _dies_with_parent() -> bool:
@@ -319,13 +331,14 @@ class Watch:
         self._last = time.monotonic()
 
     def __enter__(self) -> Watch:
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        without = f"rank {self._rank}: there is no watch over progress, so a run that is stuck will not end by itself"
+        self._thread = optional_thread(self._watch, "watch", without)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join()
+        if self._thread:
+            self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:

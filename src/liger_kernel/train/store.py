@@ -20,7 +20,7 @@ from liger_kernel.train.checkpoint import FILE, LATEST, NAME, damage, listed, na
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import aside, fresh, write
 from liger_kernel.train.mistakes import note
-from liger_kernel.train.ranks import Preempted, Ranks
+from liger_kernel.train.ranks import Preempted, Ranks, optional_thread
 from liger_kernel.train.redact import in_a_line, redacted
 
 # a file beside latest: names of checkpoints that are being copied, or were when the run was killed
@@ -238,8 +238,8 @@ def stored(config: TrainConfig, ranks: Ranks) -> Iterator[Store | None]:
         yield None
         return
     (store,), ended, whole = found, threading.Event(), True
-    thread = threading.Thread(target=_keep, args=(store, ended), daemon=True)
-    thread.start()
+    without = "checkpoints are copied to the store at the end of the run alone"
+    thread = optional_thread(lambda: _keep(store, ended), "store", without)
     try:
         yield store
     except BaseException as error:
@@ -247,7 +247,8 @@ def stored(config: TrainConfig, ranks: Ranks) -> Iterator[Store | None]:
         raise
     finally:
         ended.set()
-        thread.join()
+        if thread:
+            thread.join()
         if whole:
             _last(store)
 

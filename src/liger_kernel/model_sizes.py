@@ -3,77 +3,12 @@ arithmetic a step of theirs needs."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
-LLAMA3 = dict(model_type="llama", vocab_size=128256, rope_theta=500000.0, rms_norm_eps=1e-5, num_key_value_heads=8)
-LLAMA32 = LLAMA3 | dict(tie_word_embeddings=True, max_position_embeddings=131072)
-LLAMA3_8B = LLAMA3 | dict(head_dim=128, max_position_embeddings=8192)
-QWEN = dict(rope_theta=1000000.0, max_position_embeddings=32768)
-QWEN3 = QWEN | dict(model_type="qwen3", num_key_value_heads=8, head_dim=128, vocab_size=151936)
-QWEN3["max_position_embeddings"] = 40960
-# the heads of gated delta rules
-DELTA = dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
-GEMMA = dict(
-    model_type="gemma", head_dim=256, vocab_size=256000, hidden_act="gelu_pytorch_tanh", max_position_embeddings=8192
-)
-
-
-def _sized(hidden: int, intermediate: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return dict(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads, **more
-    )
-
-
-def _with_attention(layers: int, most: str, some: str, *at: int) -> list[str]:
-    """Kinds of layers: ``some`` at those indices, ``most`` elsewhere."""
-    return [some if i in at else most for i in range(layers)]
-
-
-KIMI = _with_attention(27, "linear_attention", "full_attention", 3, 7, 11, 15, 19, 23, 26)
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": LLAMA32 | _sized(2048, 8192, 16, 32, head_dim=64),
-    "llama-3.2-3b": LLAMA32 | _sized(3072, 8192, 28, 24, head_dim=128),
-    "llama-3-8b": LLAMA3_8B | _sized(4096, 14336, 32, 32),
-    "llama-3-70b": LLAMA3_8B | _sized(8192, 28672, 80, 64),
-    "llama-3-8b-4layers": LLAMA3_8B | _sized(4096, 14336, 4, 32),
-    "qwen2.5-7b-4layers": QWEN
-    | _sized(3584, 18944, 4, 28, model_type="qwen2", num_key_value_heads=4, vocab_size=152064),
-    "qwen3-0.6b": QWEN3 | _sized(1024, 3072, 28, 16, tie_word_embeddings=True),
-    "qwen3-1.7b": QWEN3 | _sized(2048, 6144, 28, 16, tie_word_embeddings=True),
-    "qwen3-8b": QWEN3 | _sized(4096, 12288, 36, 32),
-    "qwen3-14b": QWEN3 | _sized(5120, 17408, 40, 40),
-    "qwen3-30b-a3b": QWEN3
-    | _sized(2048, 6144, 48, 32, model_type="qwen3_moe", num_key_value_heads=4)
-    | dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
-    "mixtral-8x7b": QWEN
-    | _sized(4096, 14336, 32, 32, model_type="mixtral", num_key_value_heads=8, vocab_size=32000)
-    | dict(num_local_experts=8, num_experts_per_tok=2),
-    "gpt-oss-20b": _sized(2880, 2880, 24, 64, model_type="gpt_oss", num_key_value_heads=8, head_dim=64)
-    | dict(vocab_size=201088, max_position_embeddings=131072)
-    | dict(num_local_experts=32, num_experts_per_tok=4, sliding_window=128),
-    "qwen3-next-80b": _sized(2048, 5120, 48, 16, model_type="qwen3_next", num_key_value_heads=2, head_dim=256)
-    | dict(moe_intermediate_size=512, shared_expert_intermediate_size=512, num_experts=512, num_experts_per_tok=10)
-    | DELTA,
-    "qwen3.5-9b": _sized(4096, 12288, 32, 16, model_type="qwen3_5_text", num_key_value_heads=4, head_dim=256)
-    | dict(vocab_size=248320)
-    | DELTA,
-    "lfm2-1.2b": _sized(2048, 12288, 16, 32, model_type="lfm2", num_key_value_heads=8)
-    | dict(vocab_size=65536, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
-    "kimi-linear": _sized(2304, 9216, 27, 32, model_type="kimi_linear", num_key_value_heads=32)
-    | dict(vocab_size=163840, moe_intermediate_size=1024, num_experts=256, num_experts_per_token=8)
-    | dict(linear_num_heads=32, linear_head_dim=128, layer_types=KIMI),
-    "granite-4-h": _sized(1536, 512, 40, 12, model_type="granitemoehybrid", num_key_value_heads=4)
-    | dict(vocab_size=100352, tie_word_embeddings=True, shared_intermediate_size=1024, num_local_experts=64)
-    | dict(num_experts_per_tok=6, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=128)
-    | dict(layer_types=_with_attention(40, "mamba", "attention", 5, 15, 25, 35)),
-    "gemma-2b": GEMMA | _sized(2048, 16384, 18, 8, num_key_value_heads=1),
-    "gemma-7b": GEMMA | _sized(3072, 24576, 28, 16, num_key_value_heads=16),
-    "gemma-3-1b": _sized(1152, 6912, 26, 4, model_type="gemma3_text", num_key_value_heads=1, head_dim=256)
-    | dict(vocab_size=262144, sliding_window=512, max_position_embeddings=32768),
-    "tiny": _sized(64, 128, 2, 4, model_type="llama", num_key_value_heads=2)
-    | dict(vocab_size=500, max_position_embeddings=4096),
-}
+MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def config_of(values: dict[str, Any]) -> Any:

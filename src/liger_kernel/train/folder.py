@@ -115,6 +115,7 @@ def _strange(config: TrainConfig) -> str | None:
     """What there is in the folder of a run without a record that is of no run."""
     out = Path(config.out)
     copied = any((out / name).is_dir() for name in CHECKPOINTS)
+    is_data = lambda path: _same(path, config.data) or _same(path, config.eval_data)
     for name in _entries(out):
         path = out / name
         if name in CHECKPOINTS:
@@ -125,7 +126,7 @@ def _strange(config: TrainConfig) -> str | None:
                 return name
         elif UNRECORDED.fullmatch(name) or (name == "metrics.jsonl" and copied) or _is_config(_json(path)):
             continue
-        elif OURS.fullmatch(name) or not (path.is_dir() or BESIDE.fullmatch(name) or _is_data(path, config)):
+        elif OURS.fullmatch(name) or not (path.is_dir() or BESIDE.fullmatch(name) or is_data(path)):
             return name
     return None
 
@@ -137,15 +138,8 @@ def _refuse_links(out: Path) -> None:
         for name in _entries(folder):
             path = folder / name
             file = name.endswith((".json", ".jsonl", "lock", "latest", "wandb-id"))
-            kind = (
-                "link"
-                if path.is_symlink()
-                else "pipe or a device"
-                if special(path)
-                else "folder"
-                if file and path.is_dir()
-                else None
-            )
+            kinds = {"link": path.is_symlink(), "pipe or a device": special(path), "folder": file and path.is_dir()}
+            kind = next((kind for kind, holds in kinds.items() if holds), None)
             if kind and (folder != out or OURS.fullmatch(name)):
                 raise UserError(f"{path} is a {kind}, which no run has made: remove it, or give another --out")
 
@@ -157,10 +151,6 @@ def _first(names: list[str], allowed: re.Pattern[str]) -> str | None:
 
 def _entries(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.is_dir() else []
-
-
-def _is_data(path: Path, config: TrainConfig) -> bool:
-    return _same(path, config.data) or _same(path, config.eval_data)
 
 
 def _same(one: str | Path, other: str | Path | None) -> bool:

@@ -43,7 +43,7 @@ class Store:
             self.fs, root = fsspec.core.url_to_fs(uri)
         except (ImportError, ValueError) as error:
             raise UserError(f"cannot use the store {uri!r}: {error}") from None
-        self.uri, self.out, self.root = redacted(uri), out, f"{root.rstrip('/')}"
+        self.uri, self.out, self.root = redacted(uri), out, root.rstrip("/")
         # the names in its latest when we last read or wrote it
         self.known: list[str] = []
         # names of checkpoints that are damaged there
@@ -175,9 +175,9 @@ class Store:
         self.fs.pipe_file(self._at(UPLOADING), "".join(f"{name}\n" for name in new).encode())
         for name in new:
             for path in sorted(path for path in (folder / name).iterdir() if path.is_file() and not path.is_symlink()):
-                self._put(path, f"checkpoints/{name}/{path.name}")
+                put(self.fs, path, self._at(f"{name}/{path.name}"))
         if (self.out / "metrics.jsonl").is_file():
-            self._put(self.out / "metrics.jsonl", "metrics.jsonl")
+            put(self.fs, self.out / "metrics.jsonl", f"{self.root}/metrics.jsonl")
         self.fs.pipe_file(self._at(LATEST), "".join(f"{name}\n" for name in wanted).encode())
         self.fs.pipe_file(self._at(UPLOADING), b"")
         try:
@@ -188,9 +188,6 @@ class Store:
             note(f"older checkpoints remain in {self.uri}: {in_a_line(error)}")
         self.known, self.damaged = wanted, set()
         return True
-
-    def _put(self, path: Path, name: str) -> None:
-        put(self.fs, path, f"{self.root}/{name}")
 
 
 def put(fs: Any, path: Path, target: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hf_models import DEVICE
+from repeated import Repeated
 from small_runs import small_run
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from liger_kernel import _private, graphs
 from liger_kernel.graphs import micro_steps, updates
-from liger_kernel.graphs.recorder import Repeated
 from liger_kernel.ops.projections import float8_training
 
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_models import DEVICE, assert_same_bits, assert_same_learning, checkpointed, make, said, step, tokens
+from repeated import Repeated
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_kernel import graphs
 from liger_kernel.graphs import batches, micro_steps
-from liger_kernel.graphs.recorder import FilledNumbers, Repeated, other_leaves
+from liger_kernel.graphs.recorder import FilledNumbers, other_leaves
 from liger_kernel.ops.losses.chunks import Kept, counting_at_most
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, apply_liger_kernel_to_llama, restore
 from liger_kernel.transformers.patching.report import patches_report

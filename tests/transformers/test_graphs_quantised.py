@@ -11,11 +11,11 @@ import pytest
 import torch
 from fp8_checkpoints import stored_in_blocks
 from hf_models import DEVICE, assert_same_learning, make, step, tokens
+from repeated import Repeated
 from torch import nn
 from transformers.integrations import finegrained_fp8
 
 from liger_kernel.graphs import micro_steps
-from liger_kernel.graphs.recorder import Repeated
 from liger_kernel.ops._core import operator
 from liger_kernel.ops.projections import float8
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, fp8, projections_report

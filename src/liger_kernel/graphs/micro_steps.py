@@ -29,16 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from liger_kernel import _private
 from liger_kernel.graphs.batches import LABELS, Batch, PackedRow, batch_of, is_packed
-from liger_kernel.graphs.recorder import (
-    Clock,
-    CudaGraphs,
-    FilledNumbers,
-    Repeated,
-    other_leaves,
-    recorder_of,
-    uncollected,
-    unowned,
-)
+from liger_kernel.graphs.recorder import Clock, CudaGraphs, FilledNumbers, other_leaves, recorder_of, uncollected
 from liger_kernel.graphs.snapshot import Snapshot, settings
 from liger_kernel.ops._core.operator import leaves
 from liger_kernel.ops._core.shards import is_sharded
@@ -100,14 +91,14 @@ class MicroStep:
         self.draws = False
         batch.copy_to(self.inputs)
 
-    def rehearse(self, recorder: CudaGraphs | Repeated) -> None:
+    def rehearse(self, recorder: CudaGraphs) -> None:
         before = random.getstate(), recorder.host_draws()
         self.draws = recorder.rehearse(self._both)
         if before != (random.getstate(), recorder.host_draws()):
             raise Unfit("its forward draws random numbers on the host")  # such as which layers it leaves out
         self.outputs, self.grads = [], []
 
-    def record(self, recorder: CudaGraphs | Repeated) -> None:
+    def record(self, recorder: CudaGraphs) -> None:
         torch.clear_autocast_cache()  # casts of before are not part of the recording
         try:
             with uncollected():
@@ -117,11 +108,10 @@ class MicroStep:
             torch.clear_autocast_cache()  # casts within are made anew by each replay
         self.learns = [o.requires_grad for o in self.outputs]
         self.leaves = list(self.gradients.params)  # a function that is called again sees the real ones
-        if isinstance(recorder, CudaGraphs):
-            # what autograd has saved is not needed any more, and gradients are copied before another replay:
-            # their memory is free for other recordings
-            self.outputs = [o.detach() for o in self.outputs]
-            self.grads = [g if g is None else unowned(g, self._replay_backward) for g in self.grads]
+        # what autograd has saved is not needed any more, and gradients are copied before another replay:
+        # their memory is free for other recordings
+        self.outputs = [o.detach() for o in self.outputs]
+        self.grads = [g if g is None else recorder.unowned(g, self._replay_backward) for g in self.grads]
 
     def _both(self) -> None:
         self.forward()
@@ -271,15 +261,14 @@ class Graphs:
         self._snapshot: Snapshot | None = None
         self._gradients: Gradients | None = None
         # anew, as memory of graphs that are gone cannot be shared with others
-        self.recorder: CudaGraphs | Repeated | None = None
+        self.recorder: CudaGraphs | None = None
         self._last: Callable[[], Pass | None] = lambda: None
 
     def _drop(self) -> None:
         """Free what is recorded: it is recorded again when its size comes."""
         self.steps.clear()
-        if isinstance(self.recorder, CudaGraphs):
-            self.recorder.renew()
-            torch.cuda.empty_cache()
+        if self.recorder is not None:
+            self.recorder.free()
 
     def output(self, model: Any, forward: Callable, given: Mapping[str, Any]) -> Any:
         """The output of a replayed step; None if the model has to run."""

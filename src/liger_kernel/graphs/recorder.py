@@ -1,4 +1,4 @@
-"""The one place that records CUDA graphs, and what does the same by calling functions again."""
+"""The one place that records CUDA graphs."""
 
 from __future__ import annotations
 
@@ -135,6 +135,11 @@ class CudaGraphs:
         """Memory of its own for what follows: that of graphs that are gone cannot be shared."""
         self.pool = _Pool(self.device)
 
+    def free(self) -> None:
+        """Give the memory of recordings that are gone back."""
+        self.renew()
+        torch.cuda.empty_cache()
+
     def host_draws(self) -> list[int]:
         return torch.get_rng_state().tolist()
 
@@ -200,6 +205,15 @@ class CudaGraphs:
             with torch.cuda.graph(other, stream=stream, capture_error_mode="thread_local"):
                 nothing.zero_()
 
+    @staticmethod
+    def unowned(t: Tensor, owner: Any) -> Tensor:
+        """``t``, of which the allocator does not know that it is there: what is recorded later may use its
+        memory, which is not given back while ``owner`` lives."""
+        if not t.numel():
+            return t
+        memory = torch.as_tensor(_Bytes(t.untyped_storage(), owner), device=t.device).view(t.dtype)
+        return memory.as_strided(t.shape, t.stride(), t.storage_offset())
+
 
 class _Bytes:
     def __init__(self, storage: torch.UntypedStorage, owner: Any):
@@ -208,37 +222,5 @@ class _Bytes:
         self.__cuda_array_interface__ = where
 
 
-def unowned(t: Tensor, owner: Any) -> Tensor:
-    """``t``, of which the allocator does not know that it is there: what is recorded later may use its
-    memory, which is not given back while ``owner`` lives."""
-    if not t.numel():
-        return t
-    memory = torch.as_tensor(_Bytes(t.untyped_storage(), owner), device=t.device).view(t.dtype)
-    return memory.as_strided(t.shape, t.stride(), t.storage_offset())
-
-
-class Repeated:
-    """In place of ``CudaGraphs`` where there is no GPU: a replay calls the function again."""
-
-    def clock(self) -> Any:
-        raise NotImplementedError("there is no GPU that waits for a host")
-
-    def host_draws(self) -> list[int]:
-        return []  # the model is on the host
-
-    def rehearse(self, run: Callable[[], None]) -> bool:
-        before = torch.get_rng_state()
-        run()
-        draws = not torch.equal(before, torch.get_rng_state())
-        torch.set_rng_state(before)
-        return draws
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        before = torch.get_rng_state()
-        run()
-        torch.set_rng_state(before)  # recording computes nothing
-        return run
-
-
-def recorder_of(device: torch.device) -> CudaGraphs | Repeated | None:
+def recorder_of(device: torch.device) -> CudaGraphs | None:
     return CudaGraphs(device) if device.type == "cuda" else None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel import _private
-from liger_kernel.graphs.recorder import CudaGraphs, Repeated, recorder_of, uncollected
+from liger_kernel.graphs.recorder import CudaGraphs, recorder_of, uncollected
 from liger_kernel.graphs.snapshot import is_plain
 
 MOST = 48  # recordings of an optimizer; the one that was not used for the longest time goes first
@@ -50,7 +50,7 @@ class Updates:
     def forget(self) -> None:
         self.steps = OrderedDict[Any, tuple[Callable[[], None], list[Any]]]()
         self._asked: OrderedDict[Any, None] = OrderedDict()
-        self._recorder: CudaGraphs | Repeated | None = None
+        self._recorder: CudaGraphs | None = None
         self._refused, self._made, self._earlier = "", 0, self.replays
         # by the number of a group, or the name of an attribute: what is there, and its last value
         self._places: dict[Any, tuple[Tensor, Any]] = {}

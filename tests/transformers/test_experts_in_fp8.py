@@ -185,9 +185,9 @@ def test_an_expert_alone_is_made_dense(monkeypatch):
     model = in_fp8(copy.deepcopy(w), "fp8_rowwise")
     of, sizes = experts_of(model), []
     dense = of.gate_up_proj + 0
-    make_dense = stored._Experts.dense
+    make_dense = stored._OfExperts.dense
     spy = lambda self, some=None: sizes.append((found := make_dense(self, some)).shape) or found
-    monkeypatch.setattr(stored._Experts, "dense", spy)
+    monkeypatch.setattr(stored._OfExperts, "dense", spy)
     for index in (1, torch.tensor(2), torch.tensor([2]), torch.tensor([[0, 1], [3, 3]])):
         assert torch.equal(of.gate_up_proj[index], dense[index])
         assert sizes.pop() == dense[index].shape and not sizes

@@ -30,30 +30,14 @@ from liger_kernel.ops.projections.weights import Dequantized
 RECIPES = {"fp8": False, "fp8_rowwise": True}  # whether each row has a scale
 
 
-class StoredExperts:
-    """A stored parameter of experts, for ``StoredView``."""
-
-    dtype: torch.dtype
-
-    def dense(self, some: Any = None) -> Tensor:
-        """The weights of all experts, or of those with this index, as a new tensor."""
-        raise NotImplementedError
-
-    def store(self, w: Tensor) -> None:
-        """Cast ``w`` and use it as the weights of all experts."""
-        raise NotImplementedError
-
-
 class StoredView(Tensor):
     """A stored weight as others see it; what is written into it, its ``layer`` casts. Who takes
     some experts of it makes only these dense."""
 
-    layer: LigerFloat8Linear | StoredExperts
+    layer: LigerFloat8Linear | _OfExperts
 
     @staticmethod
-    def __new__(
-        cls, layer: LigerFloat8Linear | StoredExperts, shape: tuple[int, ...], device: torch.device
-    ) -> StoredView:
+    def __new__(cls, layer: LigerFloat8Linear | _OfExperts, shape: tuple[int, ...], device: torch.device) -> StoredView:
         # not in torch's stubs
         seen = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=device)  # type: ignore[attr-defined]
         seen.layer = layer
@@ -67,7 +51,7 @@ class StoredView(Tensor):
         first = args[0] if args else None
         if (
             isinstance(first, cls)
-            and isinstance(first.layer, StoredExperts)
+            and isinstance(first.layer, _OfExperts)
             and (some := _some_experts(func, args)) is not None
         ):
             return first.layer.dense(some)
@@ -192,55 +176,93 @@ class LigerFloat8Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe!r}, dtype={self.dtype}"
 
 
-class _Experts(StoredExperts):
-    """The bits of a parameter of experts with what they mean, for ``StoredView``."""
+class _OfExperts:
+    """The stored bits of all experts with what they mean, for ``StoredView``."""
 
-    def __init__(self, bits: Tensor, how: LigerFloat8Experts):
-        self.float8, self.how, self.dtype = bits, how, how.dtype
+    def __init__(self, bits: Tensor, how: StoredExperts):
+        self.bits, self.how, self.dtype, self.shape = bits.detach(), how, how.dtype, how.shape_of(bits)
 
-    @torch.no_grad()
     def dense(self, some: Any = None) -> Tensor:
-        bits, scale = self.float8.detach(), self.how.float8_scale.detach()
-        if some is None:
-            return self.how.stored(bits).dense(self.dtype)
-        bits, scale = bits[some], scale[some]
-        return (
-            float8_experts(
-                bits.view(-1, *bits.shape[-2:]).view(E4), scale.view(-1, *scale.shape[-2:]).view(torch.float32)
-            )
-            .dense(self.dtype)
-            .view(bits.shape)
-        )
+        """The weights of all experts, or of those with this index, as a new tensor."""
+        return self.how.dense(self.bits, slice(None) if some is None else some)
 
     @torch.no_grad()
     def store(self, w: Tensor) -> None:
-        if w.shape != self.float8.shape:
-            raise ValueError(
-                f"LigerFloat8Experts: weights must have shape {tuple(self.float8.shape)}, got {tuple(w.shape)}"
-            )
-        self.float8.copy_(self.how.right_inverse(w.to(self.float8.device)))
+        """Cast ``w`` and use it as the weights of all experts."""
+        if w.shape != self.shape:
+            name = type(self.how).__name__
+            raise ValueError(f"{name}: weights must have shape {tuple(self.shape)}, got {tuple(w.shape)}")
+        self.bits.copy_(self.how.right_inverse(w.to(self.bits.device)))
 
 
-class LigerFloat8Experts(nn.Module):
-    """The parametrization of a frozen parameter of experts in FP8; made by ``store_experts``.
+class StoredExperts(nn.Module):
+    """The parametrization of a frozen parameter of experts. It is called with the stored bits, and
+    returns a view of ``dtype``, which ``model.to(dtype)`` changes. Its one parameter are the scales."""
 
-    It is called with the bits, (E, N, K) or ``transposed`` (E, K, N) in int8, and returns a view of
-    this shape and of ``dtype``, which ``model.to(dtype)`` changes. ``float8_scale``: the bits of
-    the scales, in int32.
-    """
+    transposed: bool  # whether the parameter is (E, K, N), not (E, N, K)
 
-    def __init__(self, scale: Tensor, dtype: torch.dtype, recipe: str, transposed: bool):
+    def __init__(self, dtype: torch.dtype):
         super().__init__()
-        self.float8_scale = nn.Parameter(scale.view(torch.int32), requires_grad=False)
-        self.dtype, self.recipe, self.transposed = dtype, recipe, transposed
+        self.dtype = dtype
+
+    def shape_of(self, bits: Tensor) -> torch.Size:
+        """That of the parameter."""
+        return bits.shape
+
+    def dense(self, bits: Tensor, some: Any) -> Tensor:
+        """The weights of the experts ``bits[some]``."""
+        raise NotImplementedError
+
+    def right_inverse(self, w: Tensor) -> Tensor:
+        """The bits of new weights, whose scales it keeps; bits remain as they are."""
+        raise NotImplementedError
 
     def forward(self, bits: Tensor) -> Tensor:
-        seen = _Experts(bits, self)
-        return seen.dense() if torch.compiler.is_compiling() else StoredView(seen, bits.shape, bits.device)
+        seen = _OfExperts(bits, self)
+        return seen.dense() if torch.compiler.is_compiling() else StoredView(seen, seen.shape, bits.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> StoredExperts:
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=next(self.parameters()).device)).dtype
+        return super()._apply(fn, recurse)
+
+    def stored_in(self, experts: nn.Module, name: str, bits: Tensor) -> None:
+        """Put ``bits`` in the place of the parameter ``name``, and this parametrization above them."""
+        setattr(experts, name, nn.Parameter(bits, requires_grad=False))
+        parametrize.register_parametrization(experts, name, self, unsafe=True)
+        parametrization(experts, name).__class__ = StoredParametrizations
+
+
+def parametrization(experts: nn.Module, name: str) -> Any:
+    """What makes the parameter ``name`` when it is read, a ``ParametrizationList``; None if nothing does."""
+    computed = experts._modules.get("parametrizations")
+    return computed[name] if isinstance(computed, nn.ModuleDict) and name in computed else None
+
+
+def parameter_of_experts(op: str, experts: nn.Module, name: str, layer: str = "") -> Tensor:
+    """The parameter to be stored. ``ValueError`` for none, or another."""
+    w = experts._parameters.get(name)
+    if w is None or w.ndim != 3 or not w.is_floating_point():
+        got = "none" if w is None else f"{w.dtype} {tuple(w.shape)}"
+        raise ValueError(f"{op}: {layer}{name} must be a floating point parameter (E, N, K), got {got}")
+    return w
+
+
+class LigerFloat8Experts(StoredExperts):
+    """Of experts in FP8; made by ``store_experts``. Bits are (E, N, K) or ``transposed`` (E, K, N) in
+    int8; ``float8_scale``: those of the scales, in int32."""
+
+    def __init__(self, scale: Tensor, dtype: torch.dtype, recipe: str, transposed: bool):
+        super().__init__(dtype)
+        self.float8_scale = nn.Parameter(scale.view(torch.int32), requires_grad=False)
+        self.recipe, self.transposed = recipe, transposed
+
+    def dense(self, bits: Tensor, some: Any) -> Tensor:
+        bits, scale = bits[some], self.float8_scale.detach()[some]
+        of_experts = (t.view(-1, *t.shape[-2:]) for t in (bits.view(E4), scale.view(torch.float32)))
+        return float8_experts(*of_experts).dense(self.dtype).view(bits.shape)
 
     @torch.no_grad()
     def right_inverse(self, w: Tensor) -> Tensor:
-        """The bits of new weights, whose scales it keeps; bits remain as they are."""
         if w.dtype == torch.int8:
             return w
         q, scale = cast_experts(w.detach(), RECIPES[self.recipe], self.transposed)
@@ -251,10 +273,6 @@ class LigerFloat8Experts(nn.Module):
         """The weights as the operators multiply by them. ``transposed``: turned, as bits (E, K,
         N) have to be."""
         return float8_experts(bits.detach().view(E4), self.float8_scale.detach().view(torch.float32), transposed)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> LigerFloat8Experts:
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.float8_scale.device)).dtype
-        return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         return f"recipe={self.recipe!r}, dtype={self.dtype}"
@@ -290,16 +308,6 @@ def store_experts(experts: nn.Module, name: str, recipe: str, transposed: bool =
     """
     if recipe not in RECIPES:
         raise ValueError(f"store_experts: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
-    w = experts._parameters.get(name)
-    if w is None or w.ndim != 3 or not w.is_floating_point():
-        raise ValueError(
-            f"store_experts: {name} must be a floating point parameter (E, N, K), got "
-            f"{'none' if w is None else f'{w.dtype} {tuple(w.shape)}'}"
-        )
+    w = parameter_of_experts("store_experts", experts, name)
     q, scale = cast_experts(w.detach(), RECIPES[recipe], transposed)
-    setattr(experts, name, nn.Parameter(q.view(torch.int8), requires_grad=False))
-    parametrize.register_parametrization(
-        experts, name, LigerFloat8Experts(scale, w.dtype, recipe, transposed), unsafe=True
-    )
-    made: Any = experts.parametrizations
-    made[name].__class__ = StoredParametrizations
+    LigerFloat8Experts(scale, w.dtype, recipe, transposed).stored_in(experts, name, q.view(torch.int8))

@@ -30,6 +30,7 @@ from liger_kernel.patch_options import Filter
 from liger_kernel.transformers.head.head_weights import FP8
 from liger_kernel.transformers.quantize import (
     HEADS_AND_ROUTERS,
+    none_is_in_fp8,
     not_plain,
     owners_of_heads,
     parts_of_adapters,
@@ -115,8 +116,7 @@ def convert(model: nn.Module, request: Request) -> dict[str, str]:
         raise ValueError(f"fp8_head: {type(model).__name__} has no output head")
     reasons = _convert(model, request)
     if not any(isinstance(m, LigerFloat8TrainingLinear) for m in model.modules()):
-        why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2]) or "there is none"
-        warnings.warn(f"fp8: no linear layer is in FP8 ({why})", stacklevel=3)
+        warnings.warn(f"fp8: {none_is_in_fp8(reasons)}", stacklevel=3)
     return reasons
 
 

@@ -21,6 +21,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from liger_kernel.nn.float8 import parametrization
 from liger_kernel.nn.mxfp4_experts import LigerMXFP4Experts, store_mxfp4
 from liger_kernel.ops.projections import mxfp4
 from liger_kernel.transformers.patching.patches import give_methods, methods_of, remove_methods
@@ -45,7 +46,7 @@ def load_in_mxfp4(name: str, **options: Any) -> nn.Module:
     """
     if importlib.util.find_spec("transformers.core_model_loading") is None:
         raise ImportError(f"load_in_mxfp4: needs transformers 5, got {transformers.__version__}")
-    of_hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+    of_hub = ["cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"]
     given = {option: options[option] for option in of_hub if option in options}
     config = options.pop("config", None) or transformers.AutoConfig.from_pretrained(name, **given)
     published = getattr(config, "quantization_config", None)
@@ -70,8 +71,7 @@ def load_in_mxfp4(name: str, **options: Any) -> nn.Module:
         raise ValueError(f"load_in_mxfp4: {name} must have {_published(missing[0])}, got none")
     E, H, I = config.num_local_experts, config.hidden_size, config.intermediate_size
     for layer, m, parameter in _stored(model):
-        made: Any = m.parametrizations
-        stored, shape = made[parameter], (E, 2 * I, H) if parameter == GATE_UP else (E, H, I)
+        stored, shape = parametrization(m, parameter), (E, 2 * I, H) if parameter == GATE_UP else (E, H, I)
         mxfp4.check("load_in_mxfp4", f"{layer}.{parameter}", stored.original, stored[0].mxfp4_scale, shape)
     # what ``save_pretrained`` writes is the published format
     model.config.quantization_config = published
@@ -114,9 +114,8 @@ def experts_in_mxfp4(model: nn.Module) -> None:
 def _stored(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """The modules with experts in MXFP4, with their names and those of their parameters."""
     for layer, m in list(model.named_modules()):
-        made = m._modules.get("parametrizations")
-        for name in (GATE_UP, DOWN) if isinstance(made, nn.ModuleDict) else ():
-            if name in made and isinstance(made[name][0], LigerMXFP4Experts):
+        for name in (GATE_UP, DOWN):
+            if (made := parametrization(m, name)) and isinstance(made[0], LigerMXFP4Experts):
                 yield layer, m, name
 
 

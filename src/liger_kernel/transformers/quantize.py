@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_kernel.nn.float8 import RECIPES, LigerFloat8Experts, LigerFloat8Linear, store_experts
+from liger_kernel.nn.float8 import RECIPES, LigerFloat8Experts, LigerFloat8Linear, parametrization, store_experts
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP
 from liger_kernel.transformers.recognise.projections import is_dense
@@ -69,9 +69,13 @@ def quantize_base(
         store_experts(m, parameter, recipe, transposed)
     reasons |= others
     if not any(isinstance(m, LigerFloat8Linear | LigerFloat8Experts) for m in model.modules()):
-        why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2]) or "there is none"
-        warnings.warn(f"quantize_base: no linear layer is in FP8 ({why})", stacklevel=2)
+        warnings.warn(f"quantize_base: {none_is_in_fp8(reasons)}", stacklevel=2)
     return reasons
+
+
+def none_is_in_fp8(reasons: dict[str, str]) -> str:
+    why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:2]) or "there is none"
+    return f"no linear layer is in FP8 ({why})"
 
 
 def _sorted(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple[list[str], dict[str, str]]:
@@ -132,14 +136,14 @@ def _sorted_experts(
     for module, m in model.named_modules():
         packed = packed_experts(m)
         for parameter, p in packed.items():
-            name, made_by = f"{module}.{parameter}".lstrip("."), _made_by(m, parameter)
-            if isinstance(made_by, LigerFloat8Experts):
+            name, made = f"{module}.{parameter}".lstrip("."), parametrization(m, parameter)
+            if made and isinstance(made[0], LigerFloat8Experts):
                 continue
             if _skipped(name, skip):
                 reasons[name] = "skipped by name"
-            elif made_by is not None:
-                made = "makes it when it is read: it is quantised already, or adapted"
-                reasons[name] = f"a {type(made_by).__name__} {made}"
+            elif made:
+                why = "makes it when it is read: it is quantised already, or adapted"
+                reasons[name] = f"a {type(made[0]).__name__} {why}"
             elif not plain(p):
                 reasons[name] = f"a {type(p).__name__} that is not a plain parameter: sharded or quantised"
             elif not unhooked(m):
@@ -165,14 +169,13 @@ def _seems_packed(m: nn.Module, p: Tensor) -> bool:
 def packed_experts(m: nn.Module) -> dict[str, Tensor]:
     """The weights of all experts in one parameter, by its name; of one that is made when it is
     read, what it is made of. Empty for other modules."""
-    computed: Any = m._modules.get("parametrizations") or {}
-    there = {name: computed[name].original if name in computed else m._parameters.get(name) for name in (GATE_UP, DOWN)}
-    return {name: p for name, p in there.items() if p is not None and (p.ndim == 3 or name in computed)}
-
-
-def _made_by(m: nn.Module, parameter: str) -> nn.Module | None:
-    computed: Any = m._modules.get("parametrizations") or {}
-    return computed[parameter][0] if parameter in computed else None
+    found = {}
+    for name in (GATE_UP, DOWN):
+        if (made := parametrization(m, name)) is not None:
+            found[name] = made.original
+        elif (p := m._parameters.get(name)) is not None and p.ndim == 3:
+            found[name] = p
+    return found
 
 
 def _transposed(packed: dict[str, Tensor]) -> bool | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel import memory
-from liger_kernel.nn.float8 import LigerFloat8Experts
+from liger_kernel.nn.float8 import LigerFloat8Experts, parametrization
 from liger_kernel.nn.mxfp4_experts import LigerMXFP4Experts
 from liger_kernel.ops._core.operator import only_pytorch, use_kernels
 from liger_kernel.ops._core.shards import is_sharded
@@ -104,10 +104,10 @@ def stored(experts: Any, name: str) -> Stored | None:
         if w is None or not (plain(w) and w.is_floating_point() and w.itemsize == 1):
             return None
         return Stored(w.data, None, lambda transposed: blocks_of(experts, name))
-    computed = experts._modules.get("parametrizations")
-    if computed is None or name not in computed or len(computed[name]) != 1:
+    made = parametrization(experts, name)
+    if made is None or len(made) != 1:
         return None
-    (how,), data = computed[name], getattr(computed[name], "original", None)
+    (how,), data = made, getattr(made, "original", None)
     if not (runs_its_class(how) and plain(data)):
         return None
     if type(how) is LigerFloat8Experts:
@@ -116,27 +116,19 @@ def stored(experts: Any, name: str) -> Stored | None:
         weight = lambda transposed: how.stored(data)
         return Stored(data, how.dtype, weight) if plain(how.mxfp4_scale) else None
     kind = loaded("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
-    if (
-        type(how) is not kind
-        or kind.forward.__module__ != kind.__module__
-        or getattr(how.quant_state, "packing_format_for_cpu", False)
-    ):
+    if type(how) is not kind or kind.forward.__module__ != kind.__module__:
         return None
-    return Stored(data, how.quant_state.dtype, functools.partial(four_bits, data, how.quant_state))
-
-
-def _bits(experts: Any, name: str) -> list[Tensor]:
-    """Of what a parameter is made when it is read."""
-    computed = experts._modules.get("parametrizations")
-    return [] if computed is None or name not in computed else list(computed[name].parameters())
+    state = how.quant_state
+    unreadable = getattr(state, "packing_format_for_cpu", False)
+    return None if unreadable else Stored(data, state.dtype, functools.partial(four_bits, data, state))
 
 
 def storage(experts: Any) -> str:
     """How experts in MXFP4 are stored, with their size; empty for others."""
-    made = experts._modules.get("parametrizations")
-    if made is None or not any(isinstance(m, LigerMXFP4Experts) for m in made.modules()):
+    made = [some for name in (GATE_UP, DOWN) if (some := parametrization(experts, name)) is not None]
+    if not any(isinstance(how, LigerMXFP4Experts) for some in made for how in some):
         return ""
-    return f"in MXFP4, {sum(t.nbytes for name in (GATE_UP, DOWN) for t in _bits(experts, name)) / 1e6:.1f} MB"
+    return f"in MXFP4, {sum(t.nbytes for some in made for t in some.parameters()) / 1e6:.1f} MB"
 
 
 def subclassed(t: Any) -> Fallback | None:
@@ -156,7 +148,8 @@ def weights_of(experts: Any, transposed: bool, x: Tensor) -> tuple[Tensor | Weig
     for name in (GATE_UP, DOWN):
         packed = stored(experts, name) if use_kernels(x) else None
         # a parametrization would gather the whole weight at each read
-        if packed is None and any(is_sharded(t) for t in _bits(experts, name)):
+        made = parametrization(experts, name) if packed is None else None
+        if made is not None and any(map(is_sharded, made.parameters())):
             return Fallback(SPREAD)
         dense = getattr(experts, name) if packed is None else None
         if is_sharded(dense):  # while Transformers' expert parallelism runs them, they are this rank's own

@@ -199,10 +199,9 @@ def attention(
             f"ulysses: key must have the {query.shape[2]} tokens of query, got {key.shape[2]}: there is no cache"
         )
     group, P = layer.group, dist.get_world_size(layer.group)
-    if n := repeats(query.shape[1], key.shape[1], P) or 0:
-        key, value = (t if n == 1 else t.repeat_interleave(n, 1) for t in (key, value))
-    else:
+    if (n := repeats(query.shape[1], key.shape[1], P)) is None:
         raise ValueError(f"ulysses: query must have a multiple of {P} heads, got {query.shape[1]}")
+    key, value = (t if n == 1 else t.repeat_interleave(n, 1) for t in (key, value))
     # without the tokens that make rows divisible: a token that may see nothing looks at all keys
     query, key, value = (to_heads(t, group)[:, :, : attention_mask.T] for t in (query, key, value))
     # Flash Attention finds documents by the positions of whole rows
@@ -269,12 +268,8 @@ def mask(*, config: Any, mask_function: Callable, **arguments: Any) -> Whole:
     wrapped = config._attn_implementation.removeprefix(PREFIX)
     arguments |= {"q_length": rows.T, "kv_length": rows.T, "q_offset": 0, "kv_offset": 0, "attention_mask": rows.mask}
     maker = AttentionMaskInterface().get(wrapped)  # None: an attention of the user's that takes no masks
-    made = (
-        None
-        if maker is None
-        else maker(config=_WithOthers(config, _attn_implementation=wrapped), mask_function=mask_function, **arguments)
-    )
-    return Whole(made, rows.positions, rows.T)
+    arguments |= {"config": _WithOthers(config, _attn_implementation=wrapped), "mask_function": mask_function}
+    return Whole(None if maker is None else maker(**arguments), rows.positions, rows.T)
 
 
 def _in_documents(mask_function: Callable, positions: Tensor, documents: Tensor) -> Callable:
@@ -334,24 +329,21 @@ class _Cut:
             given.setdefault("num_items_in_batch", (labels != ignored).sum())
             given["labels"] = given["shift_labels"] = F.pad(labels, (0, more), value=ignored)
         padding, positions = given.get("attention_mask"), given.get("position_ids")
-        for name in _CUT:
-            if name in given:
-                value = given[name]
-                if more and name in ("input_ids", "inputs_embeds"):
-                    value = F.pad(value, (*(0, 0) * (value.ndim - 2), 0, more))
-                given[name] = value[:, part].contiguous()
+        for name in given.keys() & {*_CUT}:
+            value = given[name]
+            if more and name in ("input_ids", "inputs_embeds"):
+                value = F.pad(value, (*(0, 0) * (value.ndim - 2), 0, more))
+            given[name] = value[:, part].contiguous()
         own = torch.arange(T, device=tokens.device)[None] if positions is None else positions
         # not counted on, as tables of positions may end with the row
         own = torch.cat((own, own[:, -1:].expand(-1, more)), 1)
         given["position_ids"] = own[:, part].contiguous()
         # of the whole row, so that Transformers looks for documents neither here, nor for the
         # mask's length in the part
-        given["attention_mask"] = (
-            torch.ones(B, T, dtype=torch.bool, device=tokens.device) if padding is None else padding
-        )
-        return _Rows(
-            T, positions, None if padding is None else padding.to(tokens.device, torch.bool), self.documents
-        ), given
+        if padding is None:
+            given["attention_mask"] = torch.ones(B, T, dtype=torch.bool, device=tokens.device)
+        mask = None if padding is None else padding.to(tokens.device, torch.bool)
+        return _Rows(T, positions, mask, self.documents), given
 
 
 def _check_call(given: dict[str, Any]) -> None:
@@ -364,11 +356,10 @@ def _check_call(given: dict[str, Any]) -> None:
         if isinstance(value, Tensor) and value.ndim and name not in (*_CUT, *_WHOLE):
             raise ValueError(f"ulysses: a batch must have no tensors but {', '.join((*_CUT, *_WHOLE))}, got {name}")
     for name in ("attention_mask", "position_ids"):
-        if (value := given.get(name)) is not None and (not isinstance(value, Tensor) or value.ndim != 2):
-            raise ValueError(
-                f"ulysses: {name} must be a tensor (B, T), got "
-                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}"
-            )
+        value = given.get(name)
+        if value is not None and not (isinstance(value, Tensor) and value.ndim == 2):
+            got = getattr(value, "shape", type(value).__name__)
+            raise ValueError(f"ulysses: {name} must be a tensor (B, T), got {got}")
 
 
 def share_rows(model: nn.Module, group: Any) -> None:
@@ -419,21 +410,11 @@ def _why_not(model: Any) -> str | None:
             return "has no weights yet: load them first"
     # older versions of Transformers have the kind in the modules only
     rotary = getattr(config, "rope_parameters", None) or {}
-    for kind in _kinds([rotary, *(getattr(module, "rope_type", None) for module in model.modules())]):
-        if kind in ("dynamic", "longrope"):
-            return (
-                f"has rotary embeddings {kind}, whose frequencies depend on the longest position, which only one "
-                "rank has"
-            )
+    kinds = str([rotary, *(getattr(module, "rope_type", None) for module in model.modules())])
+    if kind := re.search(r"\b(dynamic|longrope)\b", kinds):
+        why = "whose frequencies depend on the longest position, which only one rank has"
+        return f"has rotary embeddings {kind[0]}, {why}"
     return None
-
-
-def _kinds(described: Any) -> Iterator[str]:
-    """All words in dicts and lists, of which one or several describe rotary embeddings."""
-    if isinstance(described, str):
-        yield described
-    for part in described.values() if isinstance(described, dict) else described if isinstance(described, list) else ():
-        yield from _kinds(part)
 
 
 def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
@@ -470,7 +451,7 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
         with _alone(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with contextlib.ExitStack() as hooks:
                 first = lambda *of: of[2].index_fill(1, places[0, :1], torch.nan)
-                hooks.enter_context(_hooked(model.get_input_embeddings(), first))
+                hooks.callback(model.get_input_embeddings().register_forward_hook(first).remove)
                 meeting = hooks.enter_context(_meetings(model))
                 apart = call(position_ids=places).logits[:, 1:].isfinite().all()
             placed = [
@@ -480,11 +461,10 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
             told["documents"] = False  # of what is padded
             call(position_ids=places % 2)
             shifted = torch.full_like(ids, IGNORE)
-            losses = [call(labels=ids, shift_labels=shifted, position_ids=places, num_items_in_batch=1).loss]
+            loss_of = functools.partial(call, labels=ids, shift_labels=shifted, position_ids=places)
+            losses = [loss_of(num_items_in_batch=1).loss]
             shifted[:, 2] = 1
-            losses += [
-                call(labels=ids, shift_labels=shifted, position_ids=places, num_items_in_batch=n).loss for n in (1, 2)
-            ]
+            losses += [loss_of(num_items_in_batch=n).loss for n in (1, 2)]
     except Exception as error:
         raise _unfit(
             name, f"does not run with another attention: {type(error).__name__}: {str(error)[:300]}"
@@ -500,15 +480,9 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
     if not all(torch.equal(*pair) for pair in placed):
         raise _unfit(name, "counts positions by its attention mask or its tokens")
     if losses[0] != 0 or not losses[1] or not torch.allclose(losses[1], 2 * losses[2]):
-        why = (
-            "has a loss that is not the sum over labels that are shifted already (shift_labels), divided by "
-            "num_items_in_batch"
-        )
-        raise _unfit(
-            name,
-            why
-            + (": set output_router_logits to False" if getattr(model.config, "output_router_logits", False) else ""),
-        )
+        why = "has a loss that is not the sum over labels that are shifted already (shift_labels), divided by"
+        more = ": set output_router_logits to False" * bool(getattr(model.config, "output_router_logits", False))
+        raise _unfit(name, f"{why} num_items_in_batch{more}")
     return found, told["documents"]
 
 
@@ -541,12 +515,3 @@ def _meetings(model: nn.Module) -> Iterator[list[str]]:
         for name, m in model.named_modules():
             hooks.callback(m.register_forward_hook(functools.partial(look, name), with_kwargs=True).remove)
         yield found
-
-
-@contextlib.contextmanager
-def _hooked(module: nn.Module, hook: Callable) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()

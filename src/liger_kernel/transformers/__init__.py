@@ -11,21 +11,12 @@ from liger_kernel import nn as _nn
 from liger_kernel._legacy import ALIASES
 from liger_kernel.nearest import did_you_mean
 
-# what is in ``liger_kernel.nn``, and needs no transformers; type checkers read ``__init__.pyi``
-_NAMES = """
-    LigerBlockSparseTop2MLP LigerCrossEntropyLoss LigerDyT LigerExperts LigerFalconH1MLP LigerFalconH1SwiGLUMLP
-    LigerFusedAddRMSNorm LigerFusedCETVDLoss LigerFusedLinearCrossEntropyLoss LigerFusedLinearJSD
-    LigerFusedLinearKLDivLoss LigerFusedNeighborhoodAttention LigerGEGLUMLP LigerGroupNorm
-    LigerHunyuanV1SwiGLUMLP LigerJSD LigerKLDIVLoss LigerLayerNorm LigerMHC LigerMLP LigerModulatedRMSNorm
-    LigerMultiTokenAttention LigerPhi3SwiGLUMLP LigerPolyNorm LigerQwen3MoeSwiGLUMLP LigerRMSNorm
-    LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4 LigerRMSNormForGlm4
-    LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2
-    LigerRMSNormForQwen3Next LigerReLUSquared LigerSoftmax LigerSparsemax LigerSwiGLUMLP
-    LigerSwiGLUMLPForMuseGlimmer LigerTVDLoss LigerTiledGEGLUMLP LigerTiledSwiGLUMLP
-    LigerVocabParallelCrossEntropy liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb
-    liger_multimodal_rotary_pos_emb liger_rotary_pos_emb liger_rotary_pos_emb_vision
+# modules of ``liger_kernel.nn`` and rotations, which need no transformers; type checkers read ``__init__.pyi``
+_ROTATIONS = """
+    liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb liger_multimodal_rotary_pos_emb
+    liger_rotary_pos_emb liger_rotary_pos_emb_vision
 """
-_MODULES = _NAMES.split()
+_MODULES = [*sorted(name for name in vars(_nn) if name.startswith("Liger")), *_ROTATIONS.split()]
 # what needs transformers: its module -> names
 _LAZY = {
     name: module

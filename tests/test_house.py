@@ -29,6 +29,7 @@ BY_HAND = {
     "liger_kernel.transformers.model.output_classes": "transformers' modules",
     "liger_kernel.transformers.recognise.families": "transformers' modules",
     "liger_kernel.transformers.recognise.tiny": "transformers' modules",
+    "liger_kernel.transformers.trl_head": "TRL's modules",
 }
 
 

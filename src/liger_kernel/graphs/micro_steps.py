@@ -34,7 +34,7 @@ from liger_kernel.graphs.snapshot import Snapshot, settings
 from liger_kernel.ops._core.operator import leaves
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import counting_at_most
-from liger_kernel.parallel.sharded_head import observed_inside
+from liger_kernel.parallel.sharded_head import is_compiled, observed_inside
 
 MARK = "_liger_recorded"  # of a forward whose steps are replayed
 KEY = "_liger_graphs"  # the attribute of a model that has its ``Graphs``
@@ -440,8 +440,7 @@ class Graphs:
             return "nothing of it is trained"
         if any("_hf_hook" in vars(m) for m in model.modules()):
             return "accelerate moves its weights"
-        compiled = lambda m: vars(m).get("_compiled_call_impl") or type(m).__module__.startswith("torch._dynamo")
-        if any(map(compiled, model.modules())):
+        if any(map(is_compiled, model.modules())):
             return "its layers are compiled"
         if observed_inside(model):
             return "hooks see what its layers compute"

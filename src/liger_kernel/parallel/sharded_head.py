@@ -87,6 +87,11 @@ def observed_inside(model: nn.Module) -> bool:
     return _has_any_global_hook() or any(seeing(hook) for m in inside for hook in hooks_of_users(m))
 
 
+def is_compiled(m: nn.Module) -> bool:
+    """Whether ``torch.compile`` runs the calls of ``m``."""
+    return type(m).__module__.startswith("torch._dynamo") or bool(vars(m).get("_compiled_call_impl"))
+
+
 def is_hooked(head: nn.Module) -> bool:
     """Whether hooks on ``head`` do more than to provide its parameters."""
     return any(not _is_from(hook, _SHARDING) for hook in _hooks(head))

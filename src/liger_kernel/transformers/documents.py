@@ -62,8 +62,7 @@ def joining(model: Any) -> Joining | None:
     # in fp32 on the CPU, whatever the caller has entered;
     # the second, of the type's default configuration, is for one that does not fit tiny sizes
     for tiny_form in (lambda: tiny_of(model.config), lambda: tiny_config(model.config.model_type)):
-        with contextlib.suppress(Exception), undisturbed(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with contextlib.suppress(Exception), undisturbed():
             tiny = model_of(tiny_form(), head=unsharded_class(model)).eval()
             _looks[tiny] = None
             patch_like(tiny, model)

@@ -27,6 +27,7 @@ from liger_kernel.transformers.head.recipe import DeferredLogits
 from liger_kernel.transformers.patching import apply
 from liger_kernel.transformers.patching.flags import OURS
 from liger_kernel.transformers.patching.select import class_patches, instance_patches
+from liger_kernel.transformers.recognise import families
 from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.transformers.recognise.families import (
     CAUSAL,
@@ -98,7 +99,9 @@ def verified(model_type: str, rows: Callable[[str], Family | None]) -> Family:
     value = DeferredLogits.value
     counted = mock.patch.object(DeferredLogits, "value", lambda self: (computed.append(1), value(self))[1])
     try:
-        with counted, references(), instance_patches(model, model_type, EVERYTHING, "fused", rows)():
+        with mock.patch.object(families, "family", rows):
+            patches = instance_patches(model, model_type, EVERYTHING, "fused")
+        with counted, references(), patches():
             ours, our_grads, left_out = step(model, batch)
     except Exception as error:
         raise Unverified(f"patched, {_short(error)}") from error
@@ -209,19 +212,16 @@ def table(model_types: Iterable[str] = ()) -> str:
             continue
         row = FAMILIES[t]
         head = f"not fused: {row.fused}" if row.fused else "fused" if row.heads else "a part of others"
-        lines.append(f"{t}\n  head          {f'{chr(44).join(row.heads)}: ' if row.heads else ''}{head}")
-        if row.parts:
-            lines.append(f"  parts         {', '.join(row.parts)}")
-        lines += [
-            f"  {'swapped' if i == 0 else '':<13} {name} <- {label}"
-            for i, (name, label) in enumerate(row.swapped.items())
-        ]
-        for i, (name, label) in enumerate(_steps(t) if model_types else ()):
-            lines.append(f"  {'steps' if i == 0 else '':<13} {name} <- {label}")
-        lines += [
-            f"  {'left alone' if i == 0 else '':<13} {name}: {reason}"
-            for i, (name, reason) in enumerate(row.left_alone.items())
-        ]
+        blocks = {
+            "head": [f"{','.join(row.heads)}: {head}" if row.heads else head],
+            "parts": [", ".join(row.parts)] if row.parts else [],
+            "swapped": [f"{name} <- {label}" for name, label in row.swapped.items()],
+            "steps": [f"{name} <- {label}" for name, label in _steps(t)] if model_types else [],
+            "left alone": [f"{name}: {reason}" for name, reason in row.left_alone.items()],
+        }
+        lines.append(t)
+        for title, texts in blocks.items():
+            lines += [f"  {'' if i else title:<13} {text}" for i, text in enumerate(texts)]
     if not model_types:
         lines.append(f"\n{summary()}")
     return "\n".join(lines)
@@ -233,9 +233,9 @@ def summary() -> str:
     parts = sum(
         bool(row.swapped or any(FAMILIES[p].swapped for p in row.parts if p in FAMILIES)) for row in heads.values()
     )
-    text = [t for t in heads if t in CAUSAL and not heads[t].images]
+    text = sum(t in CAUSAL and not row.images for t, row in heads.items())
     return (
-        f"{len(heads)} families ({len(text)} of text, {len(heads) - len(text)} of text and images) and "
+        f"{len(heads)} families ({text} of text, {len(heads) - text} of text and images) and "
         f"{len(FAMILIES) - len(heads)} types of their parts: "
         f"{fused} with a fused head, {parts} with kernels for norms, MLPs, experts or rotary embeddings"
     )

@@ -17,7 +17,7 @@ import itertools
 import logging
 import os
 import sys
-import types
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -32,6 +32,7 @@ from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
 
 logger = logging.getLogger(__name__)
 
+_UTILS = "trl.trainer.utils"
 _FIRST = ("hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale")
 _HEADS = ("hidden", "weight", "bias")
 _TRANSFORMS = ("logit_scale", "final_logit_softcapping")
@@ -51,27 +52,22 @@ _types: set[str] = set()
 
 @dataclasses.dataclass(frozen=True)
 class _Function:
-    """A Function of TRL: how to find it (None before TRL is imported, or without TRL), the
-    parameters that we know, and what makes our ``apply`` of it and these."""
+    """A Function of TRL: where it is, the parameters that we know, and what makes our ``apply`` of it
+    and these."""
 
     what: str
-    find: Callable[[], Any]
+    module: str
+    name: str
     known: dict[tuple[str, ...], str]
     make: Callable[[Any, tuple[str, ...]], Callable[..., tuple[Any, ...]]]
 
-
-def _of_logprobs() -> Any:
-    return getattr(sys.modules.get("trl.trainer.utils"), "_ChunkedLogProbFunction", None)
-
-
-def _of_divergences() -> Any:
-    if "trl.trainer.utils" not in sys.modules:
+    def find(self) -> Any:
+        """None before TRL is imported, or without TRL."""
+        if _UTILS in sys.modules:
+            # TRL imports that of divergences late, and releases before 1.15 do not have it
+            with contextlib.suppress(ImportError):
+                return getattr(importlib.import_module(self.module), self.name, None)
         return None
-    try:  # TRL imports it late, and releases before 1.15 do not have it
-        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
-    except ImportError:
-        return None
-    return ChunkedDivergenceFunction
 
 
 def _replaced(function: Any) -> bool:
@@ -90,7 +86,7 @@ def _other_parameters(trl: _Function, function: Any) -> str:
 def heads() -> str:
     """What `liger env` says of TRL, which is imported for it: which of its Functions were found,
     whether their parameters are known, and whose code runs in this process."""
-    importlib.import_module("trl.trainer.utils")
+    importlib.import_module(_UTILS)
     return "; ".join(f"{each.what}: {_state(each)}" for each in _FUNCTIONS)
 
 
@@ -115,7 +111,7 @@ def use(owner: nn.Module | str) -> None:
             model.__dict__[_MARK] = True
     if "trl" in sys.modules:  # which imports its modules when they are needed; one that fails has no head
         with contextlib.suppress(Exception):
-            importlib.import_module("trl.trainer.utils")
+            importlib.import_module(_UTILS)
     for trl in _FUNCTIONS:
         function = trl.find()
         if function is None or _replaced(function):
@@ -151,16 +147,13 @@ def in_use() -> bool:
 def _calling_model() -> nn.Module | None:
     """The model that TRL trains or scores: of the frames that lead here, the first
     that is one of a model, or of a trainer, whose model it is."""
-    frame: types.FrameType | None = sys._getframe(2)
-    for _ in range(4):  # one of `torch.compiler.disable`, two of TRL, and the trainer's
-        if frame is None:
-            break
+    # one of `torch.compiler.disable`, two of TRL, and the trainer's
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(2)), 4):
         for name in ("inner_model", "model", "self"):
             value = frame.f_locals.get(name)
             value = value if isinstance(value, nn.Module) else getattr(value, "model", None)
             if isinstance(value, nn.Module):
                 return value
-        frame = frame.f_back
     return None
 
 
@@ -277,6 +270,6 @@ class _First:
 
 
 _FUNCTIONS = (
-    _Function("log-probabilities", _of_logprobs, _LOGPROBS, _logprobs),
-    _Function("divergences", _of_divergences, _DIVERGENCES, _divergences),
+    _Function("log-probabilities", _UTILS, "_ChunkedLogProbFunction", _LOGPROBS, _logprobs),
+    _Function("divergences", "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction", _DIVERGENCES, _divergences),
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -211,15 +213,9 @@ def _in_16_bits(options: LossOptions, why: str) -> LossOptions:
 def _inside(function: Callable) -> bool:
     """Whether a call of ``function`` is on the stack, a few frames up: some models have a loss
     function and do not use it."""
-    frame = sys._getframe(1)
     # Transformers' function is 6 frames up, or more if other code wraps cross entropy
-    for _ in range(12):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if frame.f_code is function.__code__:
-            return True
-    return False
+    frames = itertools.islice(traceback.walk_stack(sys._getframe(2)), 12)
+    return any(frame.f_code is function.__code__ for frame, _ in frames)
 
 
 def _by_replaced(x: Tensor, w: Tensor, target: Tensor, wanted: LossRequest, options: LossOptions) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import re
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -141,7 +143,7 @@ def _warn_without_effect(model_type: str, given: Mapping[str, Any], live: bool) 
         if live or slot not in slots:
             continue
         # What belongs to PyTorch or to another family is patched only in a live model.
-        rows = rows_of([model_type], family)
+        rows = rows_of([model_type])
         own = {module.__name__ for module, _ in rows}
         of_slot = [(m, name) for m, each in rows for name, label in each.swapped.items() if SLOT_OF[label] == slot]
         # Functions, such as ropes, belong to their module under any name: only classes are
@@ -276,7 +278,6 @@ def apply(model: nn.Module, **flags: Any) -> PatchesReport:
     flags: the fields of ``PatchOptions``, such as ``rope=False``; those that the type of model lacks
     have no effect.
     """
-    _check_types("apply()", {}, model)
     for name in flags.keys() - SWITCHES.keys():
         near = did_you_mean(name, SWITCHES) or f"; it takes {', '.join(SWITCHES)}"
         raise TypeError(f"apply(): got an unexpected keyword argument {name!r}{near}")
@@ -309,16 +310,12 @@ CALLS = 6  # frames between a Trainer's method and this function: transformers' 
 
 def trainer_of(model: nn.Module) -> Any:
     """Return the Trainer that is patching its ``model``; None for every other caller."""
-    trainers = sys.modules.get("transformers.trainer")
-    frame = sys._getframe(1) if trainers else None
-    for _ in range(CALLS):
-        if frame is None:
-            return None
+    cls = getattr(sys.modules.get("transformers.trainer"), "Trainer", ())
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(1)), CALLS if cls else 0):
         # reading the locals of another function keeps what it deletes, such as its model, until it returns
         trainer = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
-        if trainers is not None and isinstance(trainer, trainers.Trainer):
+        if isinstance(trainer, cls):
             return trainer if isinstance(trainer.model, nn.Module) and model in trainer.model.modules() else None
-        frame = frame.f_back
     return None
 
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -115,8 +114,7 @@ def changed_by_padding(model: Any, packed: bool) -> str:
     if why := unknown_code(model):
         return why
     try:
-        with undisturbed(), warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
+        with undisturbed(), torch.no_grad():
             config, cls = tiny_of(model.config), stock_class(model)
             if hasattr(config, "output_router_logits"):
                 config.output_router_logits = bool(getattr(model.config, "output_router_logits", False))

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from liger_kernel import parallel
 from liger_kernel.ops._core.operator import KERNEL_DTYPES, use_kernels
+from liger_kernel.parallel.sharded_head import is_compiled
 from liger_kernel.transformers.patching.other_classes import stock_class
 from liger_kernel.transformers.patching.patches import is_patched, wraps_ours
 from liger_kernel.transformers.patching.unpad import rope_of_rows
@@ -46,7 +47,7 @@ def _why(m: Any, quantised: Callable[[nn.Module], bool]) -> str | None:
         return f"{_DRAWS}: router_jitter_noise must be 0, got {m.jitter_noise:g}"
     if why := _OTHERS.get(stock_class(m).__name__):
         return why
-    if type(m).__module__.startswith("torch._dynamo") or vars(m).get("_compiled_call_impl"):
+    if is_compiled(m):
         return "it is compiled"
     if parallel.is_linear(m) and parallel.is_tensor_parallel(m):
         return "its ranks have parts of a sum"

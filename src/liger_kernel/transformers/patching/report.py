@@ -141,7 +141,7 @@ def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> 
     stock = [f"{text(count, *kind)}: {_why(kind[1], row, options, given)}" for kind, count in rest.items()]
     others = {cls.__name__: recognised(cls)[1] for cls in classes_of(model, row is None)}
     stock += [f"{name}: {reason}" for name, reason in others.items() if reason]
-    for _, part in rows_of([model_type], family):
+    for _, part in rows_of([model_type]):
         stock += [f"{name}: {reason}" for name, reason in part.left_alone.items()]
     if row is None:
         if not stock and not patched:
@@ -297,15 +297,15 @@ def _reason(m: Any, parent: Any, attribute: str, model: Any, adapted: bool) -> s
     if not adapted and not type(m).__module__.startswith("torchao.float8.") and not (in_blocks(m) or is_compressed(m)):
         return Fallback("no adapter: its own module runs")
     function, of = _forward_of(parent), type(parent).__name__
-    names, why = (LINEARS.get(function) if callable(function) else None) or (frozenset(), lambda parent: None)
+    names, why_stock = (LINEARS.get(function) if callable(function) else None) or (frozenset(), lambda parent: None)
     if is_wrapper(m):
         return _reason_of_experts(m, of, attribute in names)
     if attribute not in names:
         return Fallback(f"{of} is not patched, or its forward does not call it as self.{attribute}(x)")
-    if reason := why(parent):
-        return Fallback(f"{of} has {reason}")
-    if weight is not None and not use_kernels(x, fusible=True):
-        return Fallback(f"there are no kernels for {dtype} on {weight.device.type}")
+    if why := why_stock(parent):
+        return Fallback(f"{of} has {why}")
+    if weight is not None and (why := _no_kernels(x, fusible=True)):
+        return Fallback(why)
     if gathered_in_fp8(base):
         return "in FP8, tensorwise, gathered in FP8"
     found = projection(m, dtype)
@@ -332,10 +332,14 @@ def _reason_of_experts(m: Any, of: str, called: bool) -> str | Fallback:
     if not called:
         return Fallback(f"{of} is not patched, or its forward does not call them as self.experts(x, index, weights)")
     x = input_of(inside)
-    if not use_kernels(x):
-        return Fallback(f"there are no kernels for {x.dtype} on {x.device.type}")
+    if why := _no_kernels(x):
+        return Fallback(why)
     found = adapted_experts(m, x, rounded := m.__dict__.get(MERGE_AWARE, False))
     return found if isinstance(found, Fallback) else _decoded(storage(inside)) + ROUNDED * rounded
+
+
+def _no_kernels(x: torch.Tensor, fusible: bool = False) -> str:
+    return "" if use_kernels(x, fusible=fusible) else f"there are no kernels for {x.dtype} on {x.device.type}"
 
 
 def _decoded(how: str) -> str:
@@ -346,12 +350,9 @@ def _reason_alone(m: Any) -> str | Fallback:
     """As ``_reason``, for experts in MXFP4 without an adapter."""
     if not (how := storage(m)):
         return Fallback("in MXFP4 for Transformers' kernels, which cannot train: load it by load_in_mxfp4")
-    x = input_of(m)
-    if _forward_of(m) not in OF_EXPERTS:
-        return Fallback(f"{how}: {type(m).__name__} is not patched")
-    return (
-        _decoded(how) if use_kernels(x) else Fallback(f"{how}: there are no kernels for {x.dtype} on {x.device.type}")
-    )
+    patched = _forward_of(m) in OF_EXPERTS
+    why = _no_kernels(input_of(m)) if patched else f"{type(m).__name__} is not patched"
+    return Fallback(f"{how}: {why}") if why else _decoded(how)
 
 
 def _in_blocks(m: Any) -> str | Fallback:

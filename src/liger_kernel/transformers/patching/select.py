@@ -42,7 +42,7 @@ from liger_kernel.transformers.patching.patches import (
 from liger_kernel.transformers.patching.unpad import takes_tokens, unpadded
 from liger_kernel.transformers.recognise.attentions import makers_of
 from liger_kernel.transformers.recognise.experts import IN_BLOCKS
-from liger_kernel.transformers.recognise.families import Family, Rows, configs_of, family, rows_of
+from liger_kernel.transformers.recognise.families import Family, configs_of, family, makes, rows_of
 from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
 from liger_kernel.transformers.recognise.projections import experts_in_blocks
 from liger_kernel.transformers.recognise.recurrences import carries
@@ -64,8 +64,12 @@ Parts = frozenset[str]
 def made(make: Callable, function: Callable, *args: Any) -> Callable:
     """``make(function, *args)``, which replaces something of Transformers. Cached, because a patch
     must be the same when it is selected again."""
-    new = ours(make(function, *args))
-    if function in LINEARS:  # it calls the same linear layers
+    return _calling_as(function, ours(make(function, *args)))
+
+
+def _calling_as(function: Callable, new: Callable) -> Callable:
+    """``new``, which calls the linear layers that ``function`` calls."""
+    if function in LINEARS:
         LINEARS[new] = LINEARS[function]
     return new
 
@@ -112,10 +116,7 @@ def _with_steps(forward: Callable, parts: Parts, level: str) -> Callable:
         inner = rules.fused(inner, parts) or inner
         return inner if level == "off" else memory.rematerialised(inner, level)
 
-    new = within(forward, change)
-    if (rewritten := rules.fused(core(forward), parts)) in LINEARS:
-        LINEARS[new] = LINEARS[rewritten]
-    return new
+    return _calling_as(rules.fused(core(forward), parts) or forward, within(forward, change))
 
 
 @functools.cache
@@ -125,12 +126,7 @@ def _seeing(
     """``function`` that reads each global (name, stock, ours) as ours, rewritten by the rules
     ``parts``; None if its source is not available."""
     inner = rules.seeing(core(function), swaps, parts)
-    if inner is None:
-        return None
-    new = ours(within(function, lambda f: rules.seeing(f, swaps, parts)))
-    if inner in LINEARS:
-        LINEARS[new] = LINEARS[inner]
-    return new
+    return inner and _calling_as(inner, ours(within(function, lambda f: inner)))
 
 
 def _rules(norms: Any, parts: Mapping[str, Any], head: str | None) -> Parts:
@@ -141,7 +137,7 @@ def _rules(norms: Any, parts: Mapping[str, Any], head: str | None) -> Parts:
 # -- patches of classes and of functions in Python modules
 
 
-def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, rows: Rows) -> Iterator[Patch]:
+def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None) -> Iterator[Patch]:
     """All patches of these types and their parts, including patches for PyTorch's own classes.
     Only the first type's head is patched.
 
@@ -154,7 +150,7 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         LlamaForCausalLM.forward <- fused head
     """
     model_types = list(model_types)
-    for i, (module, row) in enumerate(rows_of(model_types, rows)):
+    for i, (module, row) in enumerate(rows_of(model_types)):
         # what stands for one function of stock: a norm's forward, a rope function
         yield from _of_slots(model_types[0], module, row, parts)
         # forwards that go on calling these, with neighbouring steps joined
@@ -162,13 +158,9 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
         # a vision tower's own type has no head that a loss follows
         for name in row.heads if i == 0 and head and not row.fused else ():
             if hasattr(module, name):  # another version may not have the class
-                cls, keep, memory = getattr(module, name), head == "logits", parts.get("head_memory", "auto")
-                new, around = made(fused, original(cls, "forward"), keep, memory), _head(keep, memory)
-                yield Patch(cls, "forward", new, (HEADS[keep],), around)
-
-
-def _head(keep_logits: bool, memory: str | int) -> Callable:
-    return lambda forward: fused(forward, keep_logits, memory)
+                cls, how = getattr(module, name), (head == "logits", parts.get("head_memory", "auto"))
+                around = functools.partial(fused, keep_logits=how[0], memory=how[1])
+                yield Patch(cls, "forward", made(fused, original(cls, "forward"), *how), (HEADS[how[0]],), around)
 
 
 def _of_slots(model_type: str, module: types.ModuleType, row: Family, parts: Mapping[str, Any]) -> Iterator[Patch]:
@@ -236,11 +228,11 @@ def _of_steps(module: types.ModuleType, row: Family, parts: Mapping[str, Any], h
 
 
 def _classes(module: types.ModuleType, base: type) -> list[type]:
-    own = (c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
-    return [c for c in own if issubclass(c, base)]
+    classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base)]
+    return [c for c in classes if c.__module__ == module.__name__]
 
 
-def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family) -> Patches:
+def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None) -> Patches:
     """Patches of the classes of ``model_type`` and of the model types of its parts. Classes of
     PyTorch and of other families are not patched.
 
@@ -248,20 +240,20 @@ def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None, r
     request, and the flags for long rows. ``head``: "fused", "logits" (fused loss on real logits) or
     None.
     """
-    modules = [module for module, _ in rows_of([model_type], rows)]
+    modules = [module for module, _ in rows_of([model_type])]
     own = {module.__name__ for module in modules}
-    every = _patches([model_type], parts, head, rows)
+    every = _patches([model_type], parts, head)
     found = [p for p in every if not isinstance(p.owner, type) or p.owner.__module__ in own]
     callers = [cls for module in modules for cls in _callers_of_layers(module)]
-    found = _around_callers(found, callers, parts, _apart([model_type], parts, rows))
-    if parts.get("graphs") and (row := rows(model_type)) is not None:
+    found = _around_callers(found, callers, parts, _apart([model_type], parts))
+    if parts.get("graphs") and (row := family(model_type)) is not None:
         heads = [getattr(modules[0], name) for name in row.heads if hasattr(modules[0], name)]
         found = _around_too(found, heads, "graphs", _graphs(parts["graphs"]))
     if request := parts.get("fp8"):
         for cls in (c for module in modules for c in _classes(module, PreTrainedModel)):
             new = made(fp8.converting, original(cls, "__init__"), request)
             found.append(Patch(cls, "__init__", new, (str(request),)))
-    found += _ropes_of_parts(model_type, parts, rows, {(p.owner, p.attribute) for p in found})
+    found += _ropes_of_parts(model_type, parts, {(p.owner, p.attribute) for p in found})
     return Patches(dict.fromkeys(found))
 
 
@@ -269,13 +261,12 @@ def _callers_of_layers(module: types.ModuleType) -> list[type]:
     """The classes with lists of modules, which may be layers: only a live module shows whether
     they are."""
     others = (c for c in _classes(module, nn.Module) if not issubclass(c, GradientCheckpointingLayer))
-    names = lambda function: getattr(getattr(function, "__code__", None), "co_names", ())
-    return [c for c in others if "forward" in vars(c) and "ModuleList" in names(vars(c).get("__init__"))]
+    return [c for c in others if "forward" in vars(c) and makes(c, "ModuleList")]
 
 
-def _apart(model_types: Iterable[str], parts: Mapping[str, Any], rows: Rows) -> bool:
+def _apart(model_types: Iterable[str], parts: Mapping[str, Any]) -> bool:
     """Whether all functions of these types that carry a state know where documents end."""
-    of_all = [row for _, row in rows_of(model_types, rows)] if parts.get("recurrent") else []
+    of_all = [row for _, row in rows_of(model_types)] if parts.get("recurrent") else []
     known = any(SLOT_OF[label] == "recurrent" for row in of_all for label in row.swapped.values())
     return known and not any(carries(name) for row in of_all for name in row.left_alone)
 
@@ -313,16 +304,14 @@ def _around_too(found: list[Patch], owners: list[Any], label: str, around: Calla
     return result
 
 
-def _ropes_of_parts(
-    model_type: str, parts: Mapping[str, Any], rows: Rows, patched: set[tuple[Any, str]]
-) -> list[Patch]:
+def _ropes_of_parts(model_type: str, parts: Mapping[str, Any], patched: set[tuple[Any, str]]) -> list[Patch]:
     """Patches of rope functions if only the types of parts in the same module know the form of
     the tables, and all of these agree."""
     found: dict[tuple[Any, str], set[Patch]] = {}
     config = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING and parts.get("rope") else PretrainedConfig
     for t in (getattr(c, "model_type", "") for c in config.sub_configs.values()):
         if t in CONFIG_MAPPING and CONFIG_MAPPING[t].__module__ == config.__module__:
-            for p in _patches([t], {"rope": True}, None, rows):
+            for p in _patches([t], {"rope": True}, None):
                 found.setdefault((p.owner, p.attribute), set()).add(p)
     return [p for at, (p, *others) in found.items() if at not in patched and not others]
 
@@ -330,9 +319,7 @@ def _ropes_of_parts(
 # -- patches of live modules
 
 
-def instance_patches(
-    model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None, rows: Rows = family
-) -> Patches:
+def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any], head: str | None) -> Patches:
     """``class_patches`` for the modules of one live model. Their classes identify them wherever
     they are (PEFT wrappers, towers); nothing else changes.
 
@@ -345,7 +332,7 @@ def instance_patches(
     """
     # a model's configuration may have parts of other types than its own type's default has
     own = [c.model_type for c in configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
-    of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, rows)))
+    of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head)))
     modules: dict[type, list[nn.Module]] = {}
     for m in model.modules():
         modules.setdefault(type(m), []).append(m)
@@ -381,7 +368,7 @@ def instance_patches(
     found += [q for (cls, _), p in compiled.items() for m in modules[cls] for q in on_instance(m, p)]
     # a subclass may have the forward of its family's class, which is patched by now
     done = {id(p.owner) for p in found}
-    others = _of_other_classes(model, parts, not rows_of([model_type], rows))
+    others = _of_other_classes(model, parts, not rows_of([model_type]))
     found += [p for p in others if id(p.owner) not in done]
     # not a layer that holds layers: its forward checkpoints only while it is its class's own
     callers = [m for m in model.modules() if layers_of(m) and not isinstance(m, GradientCheckpointingLayer)]
@@ -390,7 +377,7 @@ def instance_patches(
         warn_once(f"unpad: {name} computes padding, too: what calls its layers takes no input_ids or position_ids")
     if parts.get("activation_offloading") and not callers:
         warn_once(f"{name}: activation_offloading: it has no layers that can be checkpointed, so nothing is offloaded")
-    found = _around_callers(found, callers, parts, _apart([model_type, *own], parts, rows))
+    found = _around_callers(found, callers, parts, _apart([model_type, *own], parts))
     if parts.get("graphs"):  # of the model inside of what PEFT has put around it
         found = _around_too(found, trl_head.layers(model)[-1:], "graphs", _graphs(parts["graphs"]))
     return Patches(found)

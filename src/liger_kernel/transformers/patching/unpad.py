@@ -22,8 +22,7 @@ import functools
 import inspect
 import re
 import sys
-import types
-import warnings
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -36,7 +35,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from liger_kernel.ops._core.operator import host_can_read
-from liger_kernel.parallel.sharded_head import observed_inside
+from liger_kernel.parallel.sharded_head import is_compiled, observed_inside
 from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.head.recipe import IGNORE
 from liger_kernel.transformers.lazy_mask import visible_keys
@@ -333,15 +332,12 @@ def look(real: Tensor, labels: Tensor | None) -> list[int]:
 def labels_of_caller(shape: torch.Size) -> Tensor | None:
     """The labels (B, T) of the nearest caller that has any: models with heads of all kinds, those
     of trainers, and users' own have them in a variable, and do not hand them on."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
+    for frame, _ in traceback.walk_stack(sys._getframe(2)):
         for name in _LABELS:
-            if name in code.co_varnames or name in code.co_cellvars:
+            if name in (*frame.f_code.co_varnames, *frame.f_code.co_cellvars):
                 value = frame.f_locals.get(name)
                 if isinstance(value, Tensor) and value.shape == shape:
                     return value
-        frame = frame.f_back
     return None
 
 
@@ -388,9 +384,7 @@ def unknown_code(model: Any) -> str:
     of = {stock_class(m).__name__: vars(m).get("forward", type(m).forward) for m in model.modules()}
     if strange := [name for name, f in of.items() if not _KNOWN.match(f.__module__ or "")]:
         return f"{min(strange)}.forward is other code's"
-    if any(
-        type(m).__module__.startswith("torch._dynamo") or vars(m).get("_compiled_call_impl") for m in model.modules()
-    ):
+    if any(map(is_compiled, model.modules())):
         return "its layers are compiled"
     return rope_of_rows(model)
 
@@ -419,8 +413,7 @@ def _difference(model: Any, cls: type) -> str:
     """Whether hidden states of a tiny model of this configuration change if padding is left
     out."""
     try:
-        with undisturbed(), warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
+        with undisturbed(), torch.no_grad():
             config = tiny_of(model.config)
             for name in _OUTPUTS:
                 if hasattr(config, f"output_{name}"):

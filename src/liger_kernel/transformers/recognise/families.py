@@ -14,7 +14,7 @@ import functools
 import importlib
 import inspect
 import json
-import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,12 +128,13 @@ def _form(both: Tensor) -> str:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Compute on the CPU with PyTorch's defaults, even if the caller uses fake tensors,
-    autocast, inference mode, another device or another default dtype."""
+    """Compute on the CPU with PyTorch's defaults and without warnings, even if the caller uses fake
+    tensors, autocast, inference mode, another device or another default dtype."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with (
+            warnings.catch_warnings(),
             unset_fake_temporarily(),
             torch.inference_mode(False),
             torch.enable_grad(),
@@ -142,9 +143,9 @@ def undisturbed() -> Iterator[None]:
             torch.device("cpu"),
             references(),
         ):
-            torch.default_generator.manual_seed(
-                0
-            )  # torch.manual_seed would also change the state of the GPUs, which belongs to the user
+            warnings.simplefilter("ignore")
+            # torch.manual_seed would also change the state of the GPUs, which belongs to the user
+            torch.default_generator.manual_seed(0)
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -183,7 +184,7 @@ def infer(model_type: str, config: Any = None) -> Family:
                     left_alone[name] = reason
         # PyTorch's own LayerNorm has no class in this module; the constructors that make it show it
         own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
-        swapped |= {name: label for name, (cls, label) in TORCHS_OWN.items() if any(_makes(c, cls) for c in own)}
+        swapped |= {name: label for name, (cls, label) in TORCHS_OWN.items() if any(makes(c, cls) for c in own)}
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     acts = (getattr(c, name, "") for c in (text, *configs) for name in ("hidden_activation", "hidden_act"))
     flag = "geglu" if "gelu" in str(next(filter(None, acts), "")) else "swiglu"
@@ -213,7 +214,7 @@ def _replacement(name: str, candidate: Any, module: ModuleType, tables: set[str]
     return "", min(reasons, key=rank, default="")
 
 
-def _makes(cls: type, name: str) -> bool:
+def makes(cls: type, name: str) -> bool:
     """Whether the constructor of ``cls`` names ``torch.nn``'s class ``name``."""
     init = cls.__dict__.get("__init__")
     return inspect.isfunction(init) and name in inspect.unwrap(init).__code__.co_names
@@ -228,8 +229,6 @@ FAMILIES = {
 }
 # not tried on a tiny model, so recognised only when such a model is patched, or not at all
 UNVERIFIED: dict[str, str] = _TABLE["unverified"]
-
-Rows = Callable[[str], Family | None]
 
 
 def text_of(families: dict[str, Family], unverified: dict[str, str]) -> str:
@@ -282,21 +281,21 @@ def type_of(model: nn.Module) -> str:
     return named if not named or is_family(named) else next(filter(is_family, bases), named)
 
 
-def with_parts(model_types: Iterable[str], rows: Rows = family) -> dict[str, Family]:
-    """The rows of these types and of the types of their parts."""
+def with_parts(model_types: Iterable[str], row_of: Callable[[str], Family | None] | None = None) -> dict[str, Family]:
+    """The rows of these types and of the types of their parts; ``row_of``: that of a type."""
     found: dict[str, Family] = {}
     pending = list(model_types)
     while pending:
         model_type = pending.pop(0)
-        if model_type not in found and (row := rows(model_type)):
+        if model_type not in found and (row := (row_of or family)(model_type)):
             found[model_type] = row
             pending += row.parts
     return found
 
 
-def rows_of(model_types: Iterable[str], rows: Rows) -> list[tuple[types.ModuleType, Family]]:
+def rows_of(model_types: Iterable[str]) -> list[tuple[ModuleType, Family]]:
     """The rows of these types and of their parts, with the modules to which they belong."""
-    return [(modeling(model_type), row) for model_type, row in with_parts(model_types, rows).items()]
+    return [(modeling(model_type), row) for model_type, row in with_parts(model_types).items()]
 
 
 def swapped_slots(model_type: str) -> set[str]:

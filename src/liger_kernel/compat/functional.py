@@ -19,7 +19,8 @@ from torch import Tensor
 
 from liger_kernel.compat.backends import declare_op_locations as declare_op_locations
 from liger_kernel.compat.backends import dispatch, register_ours
-from liger_kernel.ops._core.operator import OPS, as_index
+from liger_kernel.compat.functions import token_accuracy
+from liger_kernel.ops._core.operator import OPS
 from liger_kernel.ops.rotary.rope import in_place_of, once
 
 # the operators that it has, by name: a list to scan, so fmt: skip
@@ -143,8 +144,7 @@ def _four(
         return run(*tensors, **options), None, None, None
     z_loss, accuracy, predictions = requested
     loss, z, predicted = run(*tensors, **options, stats=True)
-    valid = as_index(target) != options["ignore_index"]
-    share = ((predicted == target) & valid).sum() / valid.sum() if accuracy else None
+    share = token_accuracy(predicted, target, options["ignore_index"]) if accuracy else None
     return loss, z if z_loss else None, share, predicted if predictions else None
 
 

@@ -276,11 +276,6 @@ def attn_res_backward(dh, V_3d, w_query, w_norm, Alpha, RSTD, eps=1e-6):
     return dv.transpose(0, 1), dq, dn
 
 
-def _times(grad_output, *grads):
-    """The gradients of a loss times that of its result, as new tensors."""
-    return tuple(None if g is None else g * grad_output for g in grads)
-
-
 def cross_entropy_forward(
     _input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
     return_token_accuracy=False, return_predicted_tokens=False,
@@ -329,7 +324,7 @@ def fused_linear_cross_entropy_forward(
 
 def fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, grad_bias):
     """The gradients of a reduced loss times that of the loss, as new tensors."""
-    return _times(grad_output, grad_input, grad_weight, grad_bias)
+    return tuple(None if g is None else g * grad_output for g in (grad_input, grad_weight, grad_bias))
 
 
 def fused_linear_jsd_forward(
@@ -357,12 +352,10 @@ def fused_linear_kl_div_forward(
 
 def fused_linear_jsd_backward(grad_output, grad_input, grad_weight):
     """Those gradients times that of the loss, as new tensors."""
-    return _times(grad_output, grad_input, grad_weight)
+    return fused_linear_cross_entropy_backward(grad_output, grad_input, grad_weight, None)[:2]
 
 
-def fused_linear_kl_div_backward(grad_output, grad_input, grad_weight):
-    """Those gradients times that of the loss, as new tensors."""
-    return _times(grad_output, grad_input, grad_weight)
+fused_linear_kl_div_backward = fused_linear_jsd_backward
 
 
 def jsd_forward(_input, target, shift_labels, beta, ignore_index, has_label, jsd_impl=None, jsd_mode=None):

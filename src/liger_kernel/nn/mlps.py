@@ -124,28 +124,23 @@ class LigerGEGLUMLP(_GatedMLP):
         super().__init__(config, _activation(self, name, GELU), getattr(config, "mlp_bias", False))
 
 
-class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
+class _Tiled:
+    def __init__(self, config: Any, num_shards: int | None = None):
+        super().__init__(config)  # type: ignore[call-arg]  # of the MLP
+        self.num_shards = num_shards
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return apply_tiled_mlp(_GatedMLP.forward, self, x, self.num_shards)
+
+
+class LigerTiledSwiGLUMLP(_Tiled, LigerSwiGLUMLP):
     """``LigerSwiGLUMLP`` in ``num_shards`` tiles of the sequence, which the backward pass
     recomputes; default: tiles of about hidden_size tokens."""
 
-    def __init__(self, config: Any, num_shards: int | None = None):
-        super().__init__(config)
-        self.num_shards = num_shards
 
-    def forward(self, x: Tensor) -> Tensor:
-        return apply_tiled_mlp(LigerSwiGLUMLP.forward, self, x, self.num_shards)
-
-
-class LigerTiledGEGLUMLP(LigerGEGLUMLP):
+class LigerTiledGEGLUMLP(_Tiled, LigerGEGLUMLP):
     """``LigerGEGLUMLP`` in ``num_shards`` tiles of the sequence, which the backward pass
     recomputes; default: tiles of about hidden_size tokens."""
-
-    def __init__(self, config: Any, num_shards: int | None = None):
-        super().__init__(config)
-        self.num_shards = num_shards
-
-    def forward(self, x: Tensor) -> Tensor:
-        return apply_tiled_mlp(LigerGEGLUMLP.forward, self, x, self.num_shards)
 
 
 class LigerExperts(nn.Module):

@@ -24,17 +24,8 @@ from liger_kernel.transformers.patching.apply import _apply_liger_kernel, _float
 from liger_kernel.transformers.patching.flags import flags_of
 from liger_kernel.transformers.recognise.families import family
 
-_HUB = (
-    "cache_dir",
-    "code_revision",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-    "trust_remote_code",
-)
+_HUB = ["cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"]
+_HUB += ["trust_remote_code"]
 
 
 def _patch_classes(

@@ -60,8 +60,6 @@ def varlen_lacks(device: Any, dtype: Any) -> str | None:
     None if it does."""
     import torch
 
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return f"PyTorch {torch.__version__} has no varlen_attn, 2.10 and later have"
     if device.type != "cuda":
         return "no GPU"
     if torch.version.hip or torch.cuda.get_device_properties(device).major < 8:

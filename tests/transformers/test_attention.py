@@ -98,12 +98,9 @@ def documents_in_a_loop(
     return torch.cat(outs)
 
 
-def before_windows(
-    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None, *, scale=None
-):
-    """``varlen_attn`` as PyTorch 2.10 had it."""
-    assert is_causal
-    return documents_in_a_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=(-1, 0))
+def before_groups(query, key, value, *args, return_aux=None, scale=None, window_size=(-1, -1)):
+    """``varlen_attn`` as PyTorch 2.11 has it."""
+    return documents_in_a_loop(query, key, value, *args, scale=scale, window_size=window_size)
 
 
 @pytest.fixture
@@ -200,13 +197,12 @@ def test_a_window_wider_than_any_document_is_none(calls):
     assert calls == [(-1, 0)] * 2
 
 
-@pytest.mark.parametrize("model_type, served", [("llama", True), ("mistral", False)])
-def test_before_it_had_windows_and_groups(model_type, served, monkeypatch, dense_masks):
-    serve(monkeypatch, before_windows, called := [])
+def test_before_it_had_groups(monkeypatch):
+    serve(monkeypatch, before_groups, called := [])
     packed, alone = batches()
-    expected = learnt(packing_model(model_type, attends="sdpa"), alone)
-    assert_same_learning(learnt(packing_model(model_type), packed), expected)
-    assert bool(called) == served
+    expected = learnt(packing_model("llama", attends="sdpa"), alone)
+    assert_same_learning(learnt(packing_model("llama"), packed), expected)
+    assert called
 
 
 def far(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
@@ -594,8 +590,6 @@ def test_bounds_of_documents():
 @pytest.mark.parametrize("window", [None, 16])
 def test_as_accurate_as_sdpa(sizes, heads, kv_heads, width, window):
     """Output and gradients of the real kernel in bf16 against sdpa with a mask."""
-    if window and "window_size" not in attention._TAKES:
-        pytest.skip("this varlen_attn has no windows")
     batch = on_device(rows(sizes).batch(list(range(len(sizes))), 0), "cuda")
     of = dict(num_attention_heads=heads, num_key_value_heads=kv_heads, sliding_window=window)
     config = transformers.MistralConfig(**of, attn_implementation=attention.NAME)
@@ -626,7 +620,7 @@ def test_a_model_on_a_gpu(model_type, dense_masks):
     packed, _ = batches("cuda")
     model = lambda attends, dtype: packing_model(model_type, True, attends, head_dim=16).to("cuda", dtype)
     found = step(model(attention.NAME, torch.bfloat16), packed)[1]
-    assert not dense_masks or "window_size" not in attention._TAKES
+    assert not dense_masks
     stock, truth = (step(model("sdpa", dtype), packed)[1] for dtype in (torch.bfloat16, torch.float32))
     assert far(found, truth) <= 2 * far(stock, truth)
 

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -42,13 +43,6 @@ from liger_kernel.transformers.documents import GIVES
 from liger_kernel.transformers.lazy_mask import LazyMask, known, lazy
 from liger_kernel.transformers.recognise.attentions import MAKERS
 from liger_kernel.utils import varlen_lacks
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before PyTorch 2.10
-
-    def varlen_attn(*args: Any, **kwargs: Any) -> Any: ...
-
 
 NAME = "liger_varlen"
 CAUSAL = "liger_causal"
@@ -98,7 +92,7 @@ def by_bounds(
         return None
     q, k, v = (cast(t) for t in (q, k, v))
     window = window if window is not None and window < longest else None
-    return _varlen(q, k, v, bounds, longest, scaling, window) if supports(q, k, v, shape, window) else None
+    return _varlen(q, k, v, bounds, longest, scaling, window) if supports(q, k, v, shape) else None
 
 
 def is_more_than_softmax(more: Mapping[str, Any]) -> bool:
@@ -112,7 +106,7 @@ def cast(t: Tensor) -> Tensor:
     return t.to(torch.get_autocast_dtype(t.device.type)) if torch.is_autocast_enabled(t.device.type) else t
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, shape: Sequence[int], window: int | None) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor, shape: Sequence[int]) -> bool:
     """Whether ``varlen_attn`` computes attention of q, k, v (B, H, T, D) with a mask of this shape."""
     # with a cache there are more keys than the bounds know of
     whole = (q.shape[0], q.shape[2], k.shape[2]) == (shape[0], shape[2], shape[3])
@@ -122,22 +116,20 @@ def supports(q: Tensor, k: Tensor, v: Tensor, shape: Sequence[int], window: int 
         and q.shape[3] % 8 == 0
         and q.shape[3] <= 256  # Flash Attention's limit
     )
-    return whole and alike and (window is None or "window_size" in _TAKES) and _lacks(q.device, q.dtype) is None
+    return whole and alike and _lacks(q.device, q.dtype) is None
 
 
 def _varlen(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scaling: float | None, window: int | None
 ) -> Tensor:
     B, H, T, D = q.shape
-    options: dict[str, Any] = (
-        {"window_size": (-1 if window is None else window - 1, 0)} if "window_size" in _TAKES else {"is_causal": True}
-    )
+    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scaling}
     if "enable_gqa" in _TAKES:
         options["enable_gqa"] = k.shape[1] != H
-    else:
+    else:  # PyTorch 2.11
         k, v = (repeat_kv(t, H // k.shape[1]) for t in (k, v))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, **options).view(B, T, H, D)
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, **options).view(B, T, H, D)
 
 
 def use(model: nn.Module, name: str = NAME) -> str | None:

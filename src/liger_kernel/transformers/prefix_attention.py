@@ -129,7 +129,7 @@ def prefix_attention(q: Tensor, k: Tensor, v: Tensor, of: Branches, more: Mappin
     dropout, scaling, and what other attention needs."""
     q, k, v = (cast(t) for t in (q, k, v))
     N = q.shape[2]
-    if is_more_than_softmax(more) or not supports(q, k, v, (1, 1, N, N), None):
+    if is_more_than_softmax(more) or not supports(q, k, v, (1, 1, N, N)):
         return None
     q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
     return _Joined.apply(q, k, v, of.to(q.device), more.get("scaling"))[None]

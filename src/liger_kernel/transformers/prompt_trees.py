@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_kernel.transformers import trl_head
-from liger_kernel.transformers.head.recipe import IGNORE, LossRequest
-from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, leave, place_of_head
+from liger_kernel.transformers.head.recipe import IGNORE
+from liger_kernel.transformers.head.stand_in import outliving
 from liger_kernel.transformers.patching import unpad
 from liger_kernel.transformers.patching.bounds import gives_bounds
 from liger_kernel.transformers.patching.other_classes import stock_class
@@ -239,9 +239,6 @@ def answer_logprobs(
     head multiplies the tokens before those of answers only. ``given``: what else the model gets."""
     inner = trl_head.layers(model)[-1]
     targets = input_ids.masked_fill(attention_mask == 0, IGNORE)[:, -answers:]
-    place = place_of_head(inner)
-    head: Any = None if place is None else place[0]._modules[place[1]]
-    stands = head is not None and not isinstance(head, StandIn)
 
     def read(module: nn.Module, args: Any, out: Any) -> tuple[Tensor, Tensor]:
         logits = out.logits[:, -answers - 1 : -1]
@@ -249,10 +246,7 @@ def answer_logprobs(
             return both(logits, targets, entropy, temperature)
         return _of_logits(logits, targets, temperature)
 
-    with contextlib.ExitStack() as after, shared_prompts(model, answers):
-        if place is not None and stands:
-            # as the trainers of ``trl_logits``: the head is named as the caller
-            after.callback(leave, enter(*place, Call(head, LossRequest(outlives=True))), *place)
+    with contextlib.ExitStack() as after, shared_prompts(model, answers), outliving(inner):
         # before FSDP2's hooks, which shard the head again
         after.callback(inner.register_forward_hook(read, prepend=True).remove)
         logp, entropies = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **given)

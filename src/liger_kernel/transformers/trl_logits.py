@@ -15,6 +15,7 @@ all other code, gets logits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -29,8 +30,8 @@ from liger_kernel import parallel
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
 from liger_kernel.transformers import trl_head
-from liger_kernel.transformers.head.recipe import IGNORE, READERS, LogitsRecipe, LossRequest, of_tensors
-from liger_kernel.transformers.head.stand_in import Call, StandIn, enter, has_hooks, leave, place_of_head
+from liger_kernel.transformers.head.recipe import IGNORE, READERS, LogitsRecipe, of_tensors
+from liger_kernel.transformers.head.stand_in import has_hooks, outliving
 from liger_kernel.transformers.head.token_scores import mean_logits
 
 _SELECTED, _BOTH, _JSD = "selective_log_softmax", "selective_log_softmax_and_entropy", "generalized_jsd_loss"
@@ -94,22 +95,15 @@ def _caller(theirs: Callable) -> Callable:
     @functools.wraps(theirs)
     def caller(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         used = trl_head.is_used(model) and _keeps_weights(self, model)
-        place = place_of_head(trl_head.layers(model)[-1]) if used else None
-        head: Any = None if place is None else place[0]._modules[place[1]]
-        if place is None or isinstance(head, StandIn) or has_hooks(head) or _is_shared(head):
+        with outliving(trl_head.layers(model)[-1], _is_alone) if used else contextlib.nullcontext():
             return theirs(self, model, *args, **kwargs)
-        # the head as the caller: a patched model without labels turns off only stand-ins for its own calls
-        stand_in = enter(*place, Call(head, LossRequest(outlives=True)))
-        try:
-            return theirs(self, model, *args, **kwargs)
-        finally:
-            leave(stand_in, *place)
 
     return caller
 
 
-def _is_shared(head: nn.Module) -> bool:
-    return parallel.is_sharded(head) or parallel.is_tensor_parallel(head)
+def _is_alone(head: nn.Module) -> bool:
+    """Whether nobody else sees the calls of ``head``, or has parts of it."""
+    return not (has_hooks(head) or parallel.is_sharded(head) or parallel.is_tensor_parallel(head))
 
 
 def _keeps_weights(trainer: Any, model: Any) -> bool:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.nn.options import WithOptions
+from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.operator import acc, is_fake, once_differentiable, only_pytorch
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept
@@ -240,8 +241,7 @@ class DistillationLoss(WithOptions):
     compact: bool = True
 
     def check(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"{type(self).__name__}: temperature must be positive, got {self.temperature}")
+        checks.positive(type(self).__name__, temperature=self.temperature)
 
     def forward(
         self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor, teacher_weight: Tensor,

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import passed_to, reference_logprobs
+from liger_kernel.ops._core import checks
 from liger_kernel.ops.losses.grpo_loss import IGNORED, unmasked
 from liger_kernel.ops.losses.linear_logprobs import linear_logprobs
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
@@ -15,8 +16,7 @@ __all__ = ["LigerFusedLinearPPOBase"]
 
 
 def _check(x: Tensor, given: dict[str, Tensor | None]) -> tuple[int, int]:
-    if x.ndim != 3:
-        raise ValueError(f"fused_linear_ppo: _input must have shape (B, T, H), got {tuple(x.shape)}")
+    checks.dims("fused_linear_ppo", "(B, T, H)", _input=x)
     B, T = x.shape[:2]
     for name, t in given.items():
         shapes = ((B,), (B, 1), (B, T)) if name in ("advantages", "vllm_is_ratio") else ((B, T),)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.nn.options import WithOptions
+from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
@@ -204,12 +205,10 @@ class PairLoss(WithOptions):
 
 def check_sequences(name: str, x: Tensor, target: Tensor, pairs: bool) -> None:
     """Raise ``ValueError`` if the input is not a batch of sequences."""
-    if x.ndim != 3:
-        raise ValueError(f"{name}: _input must have shape ({'2B' if pairs else 'B'}, T, H), got {tuple(x.shape)}")
+    checks.dims(name, "(2B, T, H)" if pairs else "(B, T, H)", _input=x)
     if pairs and x.shape[0] % 2:
         raise ValueError(f"{name}: _input must hold as many chosen as rejected sequences, got {x.shape[0]}")
-    if target.shape != x.shape[:2]:
-        raise ValueError(f"{name}: target must have shape {tuple(x.shape[:2])}, got {tuple(target.shape)}")
+    checks.shape(name, x.shape[:2], target=target)
 
 
 def sigmoid(z: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from liger_kernel.chunked_loss.fused_linear_preference import Found, passed_to, sigmoid
 from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
 from liger_kernel.nn.options import WithOptions
+from liger_kernel.ops._core import checks
 
 __all__ = ["LigerFusedLinearKTOFunction", "LigerFusedLinearKTOLoss"]
 
@@ -53,8 +54,7 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
         compact=True,
     ):  # fmt: skip
         if isinstance(kl, Tensor):
-            if kl.numel() != 1:
-                raise ValueError(f"{cls.__name__}: kl must be one number, got shape {tuple(kl.shape)}")
+            checks.one_element(cls.__name__, kl=kl)
             kl = kl.detach().reshape(())
         return dict(kl=kl, use_ref_model=use_ref_model or ref_input is not None)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, mask_of, rsqrt, store_tile, tile_at, tl
@@ -206,9 +206,7 @@ def attn_res(v: Tensor, w_query: Tensor, w_norm: Tensor, *, eps: float = 1e-6) -
     (rms_norm(v_n) * w_norm)``; any N, any strides."""
     if v.ndim < 2 or not v.is_floating_point():
         raise ValueError(f"attn_res: v must have shape (..., N, D), got {tuple(v.shape)}")
-    for name, w in (("w_query", w_query), ("w_norm", w_norm)):
-        if w.shape != v.shape[-1:]:
-            raise ValueError(f"attn_res: {name} must have shape {tuple(v.shape[-1:])}, got {tuple(w.shape)}")
+    checks.shape("attn_res", v.shape[-1:], w_query=w_query, w_norm=w_norm)
     if not use_kernels(v) or v.shape[-1] > MAX_D or not v.numel():
         return reference(v, w_query, w_norm, eps=eps)
     return LigerAttnResFunction.apply(v.movedim(-2, 0), w_query, w_norm, eps)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import (
@@ -170,13 +170,9 @@ def dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None = None) -> 
     x (..., N) in fp32, fp16, bf16 or fp64, any strides; alpha () or (1,); gamma (N,); beta (N,) or
     None. Returns a tensor of x's shape and dtype.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"dyt: x must be floating point, got {x.dtype}")
-    if alpha.numel() != 1:
-        raise ValueError(f"dyt: alpha must have one element, got shape {tuple(alpha.shape)}")
-    for name, w in (("gamma", gamma), ("beta", beta)):
-        if w is not None and w.shape != x.shape[-1:]:
-            raise ValueError(f"dyt: {name} must have shape {tuple(x.shape[-1:])}, got {tuple(w.shape)}")
+    checks.floating("dyt", x=x)
+    checks.one_element("dyt", alpha=alpha)
+    checks.shape("dyt", x.shape[-1:], gamma=gamma, beta=beta)
     if not use_kernels(x, fusible=True):
         return reference(x, alpha, gamma, beta)
     return LigerDyTFunction.apply(x, alpha, gamma, beta)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, store_tile, tile_at, tl
@@ -323,15 +323,12 @@ def group_norm(
     dtype. Returns a tensor of x's shape and dtype,
     which is contiguous if a kernel computes it.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"group_norm: x must be floating point, got {x.dtype}")
+    checks.floating("group_norm", x=x)
     if x.ndim < 2:
         raise ValueError(f"group_norm: x must have shape (B, C, ...), got {tuple(x.shape)}")
     if num_groups < 1 or x.shape[1] % num_groups:
         raise ValueError(f"group_norm: num_groups must divide the {x.shape[1]} channels of x, got {num_groups}")
-    for name, p in (("w", w), ("b", b)):
-        if p is not None and p.shape != x.shape[1:2]:
-            raise ValueError(f"group_norm: {name} must have shape {tuple(x.shape[1:2])}, got {tuple(p.shape)}")
+    checks.shape("group_norm", x.shape[1:2], w=w, b=b)
     if not use_kernels(x, fusible=True) or not x.numel():
         return reference(x, num_groups, w, b, eps=eps)
     return LigerGroupNormFunction.apply(x, w, b, x.shape[1], num_groups, eps)

@@ -26,7 +26,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, mask_of, next_power_of_2, rsqrt, store_tile, tl
@@ -76,8 +76,7 @@ def _check(name: str, x: Tensor, **shapes: tuple[Tensor, tuple[int, ...]]) -> No
     if x.ndim < 2 or not x.is_floating_point():
         raise ValueError(f"{name}: x must be floating point of shape (..., H, C), got {x.dtype} {tuple(x.shape)}")
     for argument, (t, shape) in shapes.items():
-        if t.shape != shape:
-            raise ValueError(f"{name}: {argument} must have shape {tuple(shape)}, got {tuple(t.shape)}")
+        checks.shape(name, shape, **{argument: t})
 
 
 @jit
@@ -476,9 +475,7 @@ def mhc_coeffs(
     H, C), in fp32, or fp64 if x is."""
     H, C = x.shape[-2:] if x.ndim > 1 else (0, 0)
     _check("mhc_coeffs", x, phi=(phi, (H * C, H * H + 2 * H)), b=(b, (H * H + 2 * H,)))
-    for name, t in (("alpha_pre", alpha_pre), ("alpha_post", alpha_post), ("alpha_res", alpha_res)):
-        if t.numel() != 1:
-            raise ValueError(f"mhc_coeffs: {name} must have one element, got shape {tuple(t.shape)}")
+    checks.one_element("mhc_coeffs", alpha_pre=alpha_pre, alpha_post=alpha_post, alpha_res=alpha_res)
     if tmax < 1:
         raise ValueError(f"mhc_coeffs: tmax must be at least 1, got {tmax}")
     if not use_kernels(x) or H > MAX_STREAMS or not x.numel():

@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
@@ -312,8 +312,7 @@ def modulated_rms_norm(
     """
     check_norm("modulated_rms_norm", x, w, casting, scale=scale, shift=shift)
     check_rows(x, scale)
-    if shift is not None and shift.shape != scale.shape:
-        raise ValueError(f"modulated_rms_norm: shift must have shape {tuple(scale.shape)}, got {tuple(shift.shape)}")
+    checks.shape("modulated_rms_norm", scale.shape, shift=shift)
     if not use_kernels(x, fusible=True) or x.shape[-1] > MAX_N:
         return reference(x, scale, shift, w, eps=eps, offset=offset, casting=casting)
     return LigerModulatedRMSNormFunction.apply(x, w, scale, shift, eps, offset, casting)

@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_kernel.extra.softmax import softmax_bwd, softmax_fwd
 from liger_kernel.extra.sparsemax import reference as sparsemax_reference
 from liger_kernel.extra.sparsemax import sparsemax_bwd, sparsemax_fwd
-from liger_kernel.ops._core import Case, Cost, T, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, op
 from liger_kernel.ops._core.operator import autocast_dtype, launcher, once_differentiable, rows_of, use_kernels
 
 Size = int | tuple[int, int]
@@ -130,10 +130,7 @@ def multi_token_attention(
             f"multi_token_attention: weight must have shape (C', {scores.shape[1] // groups}, kh, kw), got "
             f"{tuple(weight.shape)}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"multi_token_attention: bias must have shape {tuple(weight.shape[:1])}, got {tuple(bias.shape)}"
-        )
+    checks.shape("multi_token_attention", weight.shape[:1], bias=bias)
     for name, p in (("weight", weight), ("bias", bias)):
         if p is not None and p.dtype != scores.dtype:
             raise ValueError(

@@ -25,7 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, load_tile, mask_of, store_tile, tl
 from liger_kernel.ops.attention.heads import new_like, unit
@@ -262,8 +262,7 @@ def neighborhood_attention(
             raise ValueError(f"neighborhood_attention: {name} must have the shape and dtype of q, {wanted}, got {got}")
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise ValueError(f"neighborhood_attention: kernel_size must be odd and positive, got {kernel_size}")
-    if dilation < 1:
-        raise ValueError(f"neighborhood_attention: dilation must be positive, got {dilation}")
+    checks.positive("neighborhood_attention", dilation=dilation)
     if not use_kernels(q) or q.shape[-1] > MAX_D or not q.numel():
         return reference(q, k, v, kernel_size=kernel_size, dilation=dilation, scale=scale)
     return LigerFusedNeighborhoodAttentionFunction.apply(q, k, v, kernel_size, dilation, scale)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
@@ -308,14 +308,11 @@ def poly_norm(x: Tensor, w: Tensor, b: Tensor, *, eps: float = 1e-6) -> Tensor:
     x (..., N) in fp32, fp16, bf16 or fp64, any strides; w (3,); b () or (1,). Returns a tensor of
     x's shape and dtype.
     """
-    if not x.is_floating_point():
-        raise ValueError(f"poly_norm: x must be floating point, got {x.dtype}")
+    checks.floating("poly_norm", x=x)
     if not x.ndim:
         raise ValueError("poly_norm: x must have at least one dim, got shape ()")
-    if w.shape != (3,):
-        raise ValueError(f"poly_norm: w must have shape (3,), got {tuple(w.shape)}")
-    if b.numel() != 1:
-        raise ValueError(f"poly_norm: b must have one element, got shape {tuple(b.shape)}")
+    checks.shape("poly_norm", (3,), w=w)
+    checks.one_element("poly_norm", b=b)
     if not use_kernels(x, fusible=True):
         return reference(x, w, b, eps=eps)
     return LigerPolyNormFunction.apply(x, w, b, eps)

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.invariance import is_invariant
 from liger_kernel.ops._core.operator import autocast_dtype, launch, launcher, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp, jit, mask_of, next_power_of_2, tl
@@ -864,12 +864,8 @@ def sink_attention(
         raise ValueError(
             f"{name}: v must have k's shape and dtype, {tuple(k.shape)} {k.dtype}, got {tuple(v.shape)} {v.dtype}"
         )
-    if sinks.shape != (H,) or not sinks.is_floating_point():
-        raise ValueError(
-            f"{name}: sinks must be floating point of shape ({H},), got {sinks.dtype} {tuple(sinks.shape)}"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"{name}: window must be positive or None, got {window}")
+    checks.floating_shape(name, (H,), sinks=sinks)
+    checks.positive(name, window=window)
     if first is not None and (first.shape != (B, length) or first.is_floating_point() or first.dtype == torch.bool):
         raise ValueError(
             f"{name}: first must be integers of shape ({B}, {length}), got {first.dtype} {tuple(first.shape)}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
@@ -167,10 +168,8 @@ def cross_entropy(
     ``LIGER_CHECKS=1`` in the environment.
     """
     logits = computed(logits)
-    if not logits.is_floating_point():
-        raise ValueError(f"cross_entropy: logits must be floating point, got {logits.dtype}")
-    if logits.ndim != 2:
-        raise ValueError(f"cross_entropy: logits must have shape (M, V), got {tuple(logits.shape)}")
+    checks.floating("cross_entropy", logits=logits)
+    checks.dims("cross_entropy", "(M, V)", logits=logits)
     target = check("cross_entropy", logits.shape, target, class_weight, reduction, ignore_index)
     numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
     num_items = items(num_items, logits)

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core import checks, launch_config
 from liger_kernel.ops._core.operator import acc, as_index, host_can_read, launch, tracing, use_kernels
 from liger_kernel.ops._core.shards import has_split_rows, is_sharded
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, log, store_if, tanh, tl
@@ -565,12 +565,9 @@ def check(
         raise ValueError(
             f"{name}: target must hold class indices, got {target.dtype} (class probabilities are not supported)"
         )
-    if target.shape != (M,):
-        raise ValueError(f"{name}: target must have shape ({M},), got {tuple(target.shape)}")
-    if class_weight is not None and class_weight.shape != (V,):
-        raise ValueError(f"{name}: class_weight must have shape ({V},), got {tuple(class_weight.shape)}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    checks.shape(name, (M,), target=target)
+    checks.shape(name, (V,), class_weight=class_weight)
+    checks.one_of(name, REDUCTIONS, reduction=reduction)
     target = as_index(target)
     if os.environ.get("LIGER_CHECKS") == "1" and host_can_read(target):
         wrong = target[(target != ignore_index) & ((target < 0) | (target >= V))]

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.operator import acc, computed
 from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
 
@@ -66,20 +67,14 @@ class Policy:
     vespo_lambda_neg: float = 2.0
 
     def __post_init__(self):
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(f"grpo_loss: loss_type must be one of {LOSS_TYPES}, got {self.loss_type!r}")
-        if self.importance_sampling_level not in ("token", "sequence"):
-            raise ValueError(
-                "grpo_loss: importance_sampling_level must be 'token' or 'sequence', got "
-                f"{self.importance_sampling_level!r}"
-            )
+        checks.one_of("grpo_loss", LOSS_TYPES, loss_type=self.loss_type)
+        checks.one_of("grpo_loss", ("token", "sequence"), importance_sampling_level=self.importance_sampling_level)
         if self.importance_sampling_level == "sequence" and self.loss_type in OF_TOKENS:
             raise ValueError(
                 f"grpo_loss: importance_sampling_level must be 'token' for loss_type {self.loss_type!r}, got 'sequence'"
             )
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"grpo_loss: {name} must be positive, got {getattr(self, name)}")
+        temperatures = dict(sapo_temperature_pos=self.sapo_temperature_pos)
+        checks.positive("grpo_loss", **temperatures, sapo_temperature_neg=self.sapo_temperature_neg)
 
 
 def k3_loss_fn(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -104,8 +99,8 @@ def clip_coef_fn(
 
 def sapo_loss_fn(importance_ratio: Tensor, temperature: float | Tensor) -> Tensor:
     """The soft gate of SAPO. Its slope is 1 at ratio 1 and decreases on both sides."""
-    if not isinstance(temperature, Tensor) and not temperature > 0:
-        raise ValueError(f"sapo_loss_fn: temperature must be positive, got {temperature}")
+    if not isinstance(temperature, Tensor):
+        checks.positive("sapo_loss_fn", temperature=temperature)
     return torch.sigmoid(temperature * (importance_ratio - 1)) * 4 / temperature
 
 
@@ -256,8 +251,7 @@ def _logprobs(logits: Tensor, input_ids: Tensor, temperature: float, mask: Tenso
     logits, so that these need no copy without the last position."""
     if logits.ndim != 3 or logits.shape[1] < 1:
         raise ValueError(f"grpo_loss: logits must have shape (B, T + 1, V), got {tuple(logits.shape)}")
-    if not temperature > 0:
-        raise ValueError(f"grpo_loss: temperature must be positive, got {temperature}")
+    checks.positive("grpo_loss", temperature=temperature)
     B, T, V = logits.shape[0], logits.shape[1] - 1, logits.shape[2]
     for name, t in (("input_ids", input_ids), ("mask", mask)):
         if t is not None and (t.ndim != 2 or t.shape[0] != B or t.shape[1] < T):

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launcher, nbytes, once_differentiable, op
 from liger_kernel.ops._core.operator import host_can_read, on_gpu, only_pytorch, rows_of, tracing
 from liger_kernel.ops._core.reduce import divided, scaled, scaled_rows
 from liger_kernel.ops._core.shards import is_sharded
@@ -384,8 +384,7 @@ def tempered(
 ) -> Loss:
     """The cross entropy of single tokens whose logits are divided by ``temperature``, which is one
     more scale; ``results``: more fields of ``Loss``."""
-    if not temperature > 0:
-        raise ValueError(f"{name}: temperature must be positive, got {temperature}")
+    checks.positive(name, temperature=temperature)
     scale = logit_scale / temperature
     return Loss(ignore_index=ignore_index, reduction="none", logit_scale=scale, softcap=softcap, **results)
 
@@ -395,19 +394,15 @@ def check_head(
     wb: Tensor | None = None, classes: str = "V",
 ) -> None:  # fmt: skip
     """Raise ``ValueError`` for arguments that have no meaning for a linear head."""
-    if not (x.is_floating_point() and w.is_floating_point()):
-        raise ValueError(f"{name}: x and w must be floating point, got {x.dtype} and {w.dtype}")
-    if x.ndim != 2:
-        raise ValueError(f"{name}: x must have shape (M, H), got {tuple(x.shape)}")
+    checks.floating(name, x=x, w=w)
+    checks.dims(name, "(M, H)", x=x)
     if is_sharded(w) and not is_sharded(x):
         raise ValueError(f"{name}: w must be whole, as x is, got a DTensor: gather a sharded head before its loss")
     if w.ndim != 2 or w.shape[1] != x.shape[1] or (not w.shape[0] and classes == "V"):
         hint = "" if w.numel() else ": gather a sharded head before its loss"
         raise ValueError(f"{name}: w must have shape ({classes}, {x.shape[1]}), got {tuple(w.shape)}{hint}")
-    if bias is not None and bias.shape != w.shape[:1]:
-        raise ValueError(f"{name}: bias must have shape ({w.shape[0]},), got {tuple(bias.shape)}")
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"{name}: chunk_rows must be positive, got {chunk_rows}")
+    checks.shape(name, w.shape[:1], bias=bias)
+    checks.positive(name, chunk_rows=chunk_rows)
     if xa is None and wb is None:
         return
     M, V = x.shape[0], w.shape[0]

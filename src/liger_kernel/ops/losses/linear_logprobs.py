@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.invariance import is_invariant
 from liger_kernel.ops._core.operator import (
     Case,
@@ -466,8 +467,8 @@ def linear_logprobs(
         raise ValueError(f"{name}: temperature must be a number or of shape {tuple(lead)}, got {got}")
     if hot and temperature.requires_grad:
         raise ValueError(f"{name}: temperature must need no gradient, got one that does")
-    if not hot and not temperature > 0:
-        raise ValueError(f"{name}: temperature must be positive, got {temperature}")
+    if not hot:
+        checks.positive(name, temperature=temperature)
     scalar, per_token = (1.0, temperature.reshape(-1).contiguous()) if hot else (temperature, None)
     rows, thin = (x.reshape(-1, x.shape[-1]) if x.ndim > 2 else x), xa if xa is None else xa.reshape(-1, xa.shape[-1])
     check_head(name, rows, w, bias, chunk_rows, thin, wb)

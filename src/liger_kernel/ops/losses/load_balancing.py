@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core import checks, launch_config
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
@@ -192,8 +192,7 @@ def expert_load(logits: Tensor, index: Tensor, weight: Tensor | None = None) -> 
     counting for no expert; weight (M,) without gradient, or None for ones. Returns probs (E,), and
     counts (E,), exact and without gradient, both in fp32 (fp64 for logits in fp64).
     """
-    if not logits.is_floating_point():
-        raise ValueError(f"expert_load: logits must be floating point, got {logits.dtype}")
+    checks.floating("expert_load", logits=logits)
     if logits.ndim != 2 or not logits.shape[1]:
         raise ValueError(f"expert_load: logits must have shape (M, E), got {tuple(logits.shape)}")
     M = len(logits)
@@ -201,8 +200,7 @@ def expert_load(logits: Tensor, index: Tensor, weight: Tensor | None = None) -> 
         raise ValueError(
             f"expert_load: index must be integers of shape ({M}, K), got {index.dtype} {tuple(index.shape)}"
         )
-    if weight is not None and weight.shape != (M,):
-        raise ValueError(f"expert_load: weight must have shape ({M},), got {tuple(weight.shape)}")
+    checks.shape("expert_load", (M,), weight=weight)
     index = as_index(index)
     if not use_kernels(logits, fusible=True) or logits.shape[1] > MAX_E:
         return reference(logits, index, weight)

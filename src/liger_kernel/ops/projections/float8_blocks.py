@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, launch_config, launcher
+from liger_kernel.ops._core import acc, checks, launch_config, launcher
 from liger_kernel.ops._core.operator import intercepted, launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
 from liger_kernel.ops.projections.float8 import _LEAST, E4, LEAST, _quantized, _size, lacking, transposed
@@ -257,8 +257,7 @@ def float8_blocks(q: Tensor, scale: Tensor, blocks: tuple[int, int] | None) -> F
     """
     if q.dtype != E4:
         raise ValueError(f"float8_blocks: q must be in {E4}, got {q.dtype}")
-    if not scale.is_floating_point():
-        raise ValueError(f"float8_blocks: scale must be floating point, got {scale.dtype}")
+    checks.floating("float8_blocks", scale=scale)
     *lead, N, K = q.shape
     scale = scale.float()  # of fp32, or of 8 bits of exponent
     if blocks is None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, op
 from liger_kernel.ops._core.operator import as_index, use_kernels
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.moe import (
@@ -125,11 +125,9 @@ def lora_moe(
             continue
         if a.ndim != 3 or a.shape[0] != E or not a.shape[1] or a.shape[2] != K:
             raise ValueError(f"lora_moe: {one} must have shape ({E}, r >= 1, {K}), got {tuple(a.shape)}")
-        if b.shape != (E, N, a.shape[1]):
-            raise ValueError(f"lora_moe: {other} must have shape ({E}, {N}, {a.shape[1]}), got {tuple(b.shape)}")
+        checks.shape("lora_moe", (E, N, a.shape[1]), **{other: b})
+        checks.floating("lora_moe", **{one: a, other: b})
         for name, t in ((one, a), (other, b)):
-            if not t.is_floating_point():
-                raise ValueError(f"lora_moe: {name} must be floating point, got {t.dtype}")
             if t.device != x.device:
                 raise ValueError(f"lora_moe: {name} must be on x's device, {x.device}, got {t.device}")
         adapters[-1].append(Adapter.scaled(a, b, scale))

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, nbytes, op
 from liger_kernel.ops._core.operator import (
     autocast_dtype,
     launcher,
@@ -182,8 +182,7 @@ def mlp(
     I). All have one dtype, which is autocast's if it is on, and any strides. ``act`` as in ``glu``.
     Returns (..., H).
     """
-    if not x.is_floating_point():
-        raise ValueError(f"mlp: x must be floating point, got {x.dtype}")
+    checks.floating("mlp", x=x)
     if not x.ndim:
         raise ValueError("mlp: x must have at least one dim, got shape ()")
     H = x.shape[-1]
@@ -197,8 +196,7 @@ def mlp(
         x, gate, up, down = (t if t is None else t.to(dtype) for t in (x, gate, up, down))  # type: ignore[assignment]
     I = gate.shape[0] // 2 if up is None else gate.shape[0]
     for name, p, shape in (("gate", gate, gate.shape), ("up", up, gate.shape), ("down", down, (H, I))):
-        if p is not None and p.shape != shape:
-            raise ValueError(f"mlp: {name} must have shape {tuple(shape)}, got {tuple(p.shape)}")
+        checks.shape("mlp", shape, **{name: p})
         if p is not None and p.dtype != x.dtype:
             raise ValueError(f"mlp: {name} must have x's dtype, {x.dtype}, got {p.dtype}")
     if not use_kernels(x, fusible=True):

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import (
     as_index,
     autocast_dtype,
@@ -655,10 +655,8 @@ def check(
 ) -> torch.dtype:  # fmt: skip
     """Check the arguments of the operator ``op``. Returns the dtype of the products: autocast's
     if it is on, else x's."""
-    if not x.is_floating_point():
-        raise ValueError(f"{op}: x must be floating point, got {x.dtype}")
-    if x.ndim != 2:
-        raise ValueError(f"{op}: x must have shape (T, H), got {tuple(x.shape)}")
+    checks.floating(op, x=x)
+    checks.dims(op, "(T, H)", x=x)
     tokens, H = x.shape
     if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != H:
         raise ValueError(f"{op}: gate_up must have shape (E, 2 I, {H}), got {tuple(gate_up.shape)}")
@@ -673,11 +671,7 @@ def check(
             f"{op}: topk_index must be integers of shape ({tokens}, K), got {topk_index.dtype} "
             f"{tuple(topk_index.shape)}"
         )
-    if not topk_weight.is_floating_point() or topk_weight.shape != topk_index.shape:
-        raise ValueError(
-            f"{op}: topk_weight must be floating point of shape {tuple(topk_index.shape)}, got {topk_weight.dtype} "
-            f"{tuple(topk_weight.shape)}"
-        )
+    checks.floating_shape(op, topk_index.shape, topk_weight=topk_weight)
     check_act(op, act, limit, alpha)
     # under autocast, weights of any dtype are cast
     autocast = autocast_dtype(x)
@@ -688,8 +682,7 @@ def check(
         "down_bias": (down_bias, (E, H)),
     }
     for name, (p, shape) in given.items():
-        if p is not None and p.shape != shape:
-            raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(p.shape)}")
+        checks.shape(op, shape, **{name: p})
         if p is not None and p.dtype != x.dtype and autocast is None:
             raise ValueError(f"{op}: {name} must have x's dtype, {x.dtype}, got {p.dtype}")
     return x.dtype if autocast is None else autocast

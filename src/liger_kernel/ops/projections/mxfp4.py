@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core import checks, launch_config
 from liger_kernel.ops._core.operator import acc, launch, launcher, on_gpu, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.projections import grouped_tma
@@ -40,8 +40,7 @@ def check(op: str, name: str, blocks: Tensor, scales: Tensor, shape: tuple[int, 
         raise ValueError(f"{op}: {name}_blocks must have shape (E, N, K / 32, 16), got {tuple(blocks.shape)}")
     if shape is not None and shape != (found := (*blocks.shape[:2], blocks.shape[2] * BLOCK)):
         raise ValueError(f"{op}: {name}_blocks must hold weights of shape {shape}, got {found}")
-    if scales.shape != blocks.shape[:3]:
-        raise ValueError(f"{op}: {name}_scales must have shape {tuple(blocks.shape[:3])}, got {tuple(scales.shape)}")
+    checks.shape(op, blocks.shape[:3], **{f"{name}_scales": scales})
     if not scales.is_meta and bool((scales == 255).any()):
         raise ValueError(f"{op}: {name}_scales must be at most 254, got 255, which is NaN")
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.operator import launch, launcher, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.float8 import E4
@@ -283,13 +284,11 @@ def _check(name: str, dtypes: tuple[torch.dtype | None, ...], **tensors: tuple[T
             continue
         if t.dtype != dtype if dtype else not t.is_floating_point():
             raise ValueError(f"{name}: {part} must be {dtype or 'floating point'}, got {t.dtype}")
-        if t.shape != shape:
-            raise ValueError(f"{name}: {part} must have shape {shape}, got {tuple(t.shape)}")
+        checks.shape(name, shape, **{part: t})
 
 
 def _is_of_groups(name: str, group: int, K: int, bits: int, known: tuple[int, ...]) -> None:
-    if bits not in known:
-        raise ValueError(f"{name}: bits must be one of {known}, got {bits}")
+    checks.one_of(name, known, bits=bits)
     if group < 1 or K % group:
         raise ValueError(f"{name}: group must divide the {K} columns, got {group}")
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, tl
@@ -474,16 +474,15 @@ def causal_conv1d(
     name = "causal_conv1d"
     if x.ndim != 3 or not x.is_floating_point():
         raise ValueError(f"{name}: x must be floating point of shape (B, T, D), got {x.dtype} {tuple(x.shape)}")
-    D, floating = x.shape[2], "must be floating point of shape"
+    D = x.shape[2]
     if w.ndim != 2 or w.shape[0] != D or w.shape[1] not in WIDTHS or not w.is_floating_point():
-        raise ValueError(f"{name}: w {floating} ({D}, W), W one of {WIDTHS}, got {w.dtype} {tuple(w.shape)}")
-    if act not in (None, "silu"):
-        raise ValueError(f"{name}: act must be 'silu' or None, got {act!r}")
+        form = f"floating point of shape ({D}, W), W one of {WIDTHS}"
+        raise ValueError(f"{name}: w must be {form}, got {w.dtype} {tuple(w.shape)}")
+    checks.one_of(name, (None, "silu"), act=act)
     documents = checked(name, cu_seqlens, x, "x")
-    shapes = {"bias": (D,), "before": x.shape, "after": x.shape, "initial_state": (documents, D, w.shape[1] - 1)}
-    for (what, shape), t in zip(shapes.items(), (bias, before, after, initial_state)):
-        if t is not None and (t.shape != shape or not t.is_floating_point()):
-            raise ValueError(f"{name}: {what} {floating} {tuple(shape)}, got {t.dtype} {tuple(t.shape)}")
+    checks.floating_shape(name, (D,), bias=bias)
+    checks.floating_shape(name, x.shape, before=before, after=after)
+    checks.floating_shape(name, (documents, D, w.shape[1] - 1), initial_state=initial_state)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(x.device)
     if not use_kernels(x) or not x.numel():

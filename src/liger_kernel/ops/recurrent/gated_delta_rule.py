@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import (
     descriptor,
     intercepted,
@@ -493,10 +493,9 @@ def rule(
         raise ValueError(f"{name}: v must have q's {HK} heads, got {HV}")
     documents = checked(name, cu_seqlens, q, "q")
     heads = B, length, HV
-    shapes = {"g": (*heads, DK) if channels else heads, "beta": heads, "initial_state": (documents, HV, DK, DV)}
-    for (what, shape), t in zip(shapes.items(), (g, beta, initial_state)):
-        if t is not None and (t.shape != shape or not t.is_floating_point()):
-            raise ValueError(f"{name}: {what} must be floating point of shape {shape}, got {t.dtype} {tuple(t.shape)}")
+    checks.floating_shape(name, (*heads, DK) if channels else heads, g=g)
+    checks.floating_shape(name, heads, beta=beta)
+    checks.floating_shape(name, (documents, HV, DK, DV), initial_state=initial_state)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(q.device)
     wide = not 16 <= DK <= MAX_D or not 16 <= DV <= MAX_D or DV % 16

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, exp, jit, load_row, load_tile, mask_of, next_power_of_2, store_tile, tl
@@ -181,9 +181,7 @@ def log_decay(
     if A_log.ndim != 1 or not A_log.is_floating_point() or N % max(A_log.shape[0], 1) or (N and not A_log.shape[0]):
         shape = tuple(A_log.shape)
         raise ValueError(f"log_decay: A_log must be floating point of shape (H,), {N} = H D, got {A_log.dtype} {shape}")
-    if dt_bias.shape != (N,) or not dt_bias.is_floating_point():
-        shape = tuple(dt_bias.shape)
-        raise ValueError(f"log_decay: dt_bias must be floating point of shape ({N},), got {dt_bias.dtype} {shape}")
+    checks.floating_shape("log_decay", (N,), dt_bias=dt_bias)
     if bound is not None and not bound < 0:
         raise ValueError(f"log_decay: bound must be below 0 or None, got {bound}")
     if dtype is not None and not dtype.is_floating_point:

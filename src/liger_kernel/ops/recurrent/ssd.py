@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, next_power_of_2
@@ -358,15 +358,11 @@ def ssd(
     if H and (not groups or H % groups):
         raise ValueError(f"{name}: B must have a number of groups that divides x's heads, {H}, got {groups}")
     documents = checked(name, cu_seqlens, x, "x")
-    shapes = {"dt": (rows, length, H), "A": (H,), "D": (H, P), "dt_bias": (H,)}
-    shapes["initial_state"] = (documents, H, P, N)
-    for (what, shape), t in zip(shapes.items(), (dt, A, D, dt_bias, initial_state)):
-        fits = t is None or t.shape == shape or (what == "D" and t.shape == (H,))
-        if t is not None and not (fits and t.is_floating_point()):
-            also = f"({H},) or " if what == "D" else ""
-            raise ValueError(
-                f"{name}: {what} must be floating point of shape {also}{shape}, got {t.dtype} {tuple(t.shape)}"
-            )
+    checks.floating_shape(name, (rows, length, H), dt=dt)
+    checks.floating_shape(name, (H,), A=A, dt_bias=dt_bias)
+    if D is not None:
+        checks.floating_shape(name, (H,) if D.ndim == 1 else (H, P), D=D)
+    checks.floating_shape(name, (documents, H, P, N), initial_state=initial_state)
     low, high = dt_limit
     if not low <= high:
         raise ValueError(f"{name}: dt_limit must be two numbers that do not fall, got {dt_limit}")

@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.operator import acc, as_index, nbytes, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.tl import jit, log, tl
@@ -203,14 +204,11 @@ def check(
         raise ValueError(f"{name}: {a} and {b} must be floating point, got {x.dtype} and {y.dtype}")
     if x.ndim == 0:
         raise ValueError(f"{name}: {a} must have at least one dim, got shape ()")
-    if y.shape != x.shape:
-        raise ValueError(f"{name}: {b} must have shape {tuple(x.shape)}, got {tuple(y.shape)}")
+    checks.shape(name, x.shape, **{b: y})
     if shift_labels is not None and shift_labels.is_floating_point():
         raise ValueError(f"{name}: shift_labels must hold integers, got {shift_labels.dtype}")
-    if shift_labels is not None and shift_labels.shape != x.shape[:-1]:
-        raise ValueError(f"{name}: shift_labels must have shape {tuple(x.shape[:-1])}, got {tuple(shift_labels.shape)}")
-    if reduction not in reductions:
-        raise ValueError(f"{name}: reduction must be one of {reductions}, got {reduction!r}")
+    checks.shape(name, x.shape[:-1], shift_labels=shift_labels)
+    checks.one_of(name, reductions, reduction=reduction)
     # a narrow dtype would wrap -100 to a class
     return None if shift_labels is None else as_index(shift_labels)
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core import checks, launch_config
 from liger_kernel.ops._core.operator import acc, launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import jit, log, next_power_of_2, store_if, tanh, tl
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
@@ -551,8 +551,7 @@ def check_teacher(name: str, M: int, V: int, **tensors: Tensor | None) -> None:
     for key, t in tensors.items():
         if t is None:
             continue
-        if t.shape != shapes[key]:
-            raise ValueError(f"{name}: {key} must have shape {shapes[key]}, got {tuple(t.shape)}")
+        checks.shape(name, shapes[key], **{key: t})
         if t.is_floating_point() == (key == "topk_indices"):
             kind = "integers" if key == "topk_indices" else "floating point"
             raise ValueError(f"{name}: {key} must hold {kind}, got {t.dtype}")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.operator import Case, Cost, T, computed, launcher, nbytes, once_differentiable, op, rows_of
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
@@ -107,14 +108,9 @@ def fused_ce_tvd(
     teacher gets no gradient, also if it requires one. ``ValueError`` for other shapes and dtypes.
     """
     student, teacher = computed(student), computed(teacher)
-    if not (student.is_floating_point() and teacher.is_floating_point()):
-        raise ValueError(
-            f"fused_ce_tvd: student and teacher must be floating point, got {student.dtype} and {teacher.dtype}"
-        )
-    if student.ndim != 2:
-        raise ValueError(f"fused_ce_tvd: student must have shape (M, V), got {tuple(student.shape)}")
-    if teacher.shape != student.shape:
-        raise ValueError(f"fused_ce_tvd: teacher must have shape {tuple(student.shape)}, got {tuple(teacher.shape)}")
+    checks.floating("fused_ce_tvd", student=student, teacher=teacher)
+    checks.dims("fused_ce_tvd", "(M, V)", student=student)
+    checks.shape("fused_ce_tvd", student.shape, teacher=teacher)
     target = check("fused_ce_tvd", (student.shape[0], student.shape[1]), target, None, "none", ignore_index)
     if not have_kernels(student, teacher):
         return reference(student, teacher, target, ignore_index=ignore_index)

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launcher, nbytes, once_differentiable, op
 from liger_kernel.ops._core.operator import as_index, on_gpu, only_pytorch, rows_of
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled, scaled_rows
@@ -363,8 +363,7 @@ def linear_divergence(
     if teacher_bias is not None and teacher_x is None:
         raise ValueError(f"{name}: teacher_bias must be None without teacher_w, got {tuple(teacher_bias.shape)}")
     check_teacher(name, M, V, **every, teacher_bias=teacher_bias)
-    if kind not in KINDS:
-        raise ValueError(f"{name}: kind must be one of {KINDS}, got {kind!r}")
+    checks.one_of(name, KINDS, kind=kind)
     form = "a top-k teacher" if topk_indices is not None else "a teacher's probabilities"
     if (topk_indices is not None or teacher_probs is not None) and kind != "forward_kl":
         raise ValueError(f"{name}: kind must be 'forward_kl' for {form}, got {kind!r}")
@@ -380,17 +379,13 @@ def linear_divergence(
             raise ValueError(f"{name}: {key} must be {stock} for a top-k teacher, got {value}")
         if teacher_probs is not None and "teacher" in key and value != stock:
             raise ValueError(f"{name}: {key} must be {stock} for a teacher's probabilities, got {value}")
-        if stock is None and value is not None and not value > 0:
-            raise ValueError(f"{name}: {key} must be positive or None, got {value}")
     if entropy and (kind == "cosine" or topk_indices is not None):
         why = "a top-k teacher" if topk_indices is not None else "kind 'cosine'"
         raise ValueError(f"{name}: entropy must be False for {why}, got {entropy}")
-    if not temperature > 0:
-        raise ValueError(f"{name}: temperature must be positive, got {temperature}")
+    checks.positive(name, temperature=temperature, softcap=softcap, teacher_softcap=teacher_softcap)
     if target is None and weight_hard:
         raise ValueError(f"{name}: target must be given for a hard loss, got None")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{name}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    checks.one_of(name, REDUCTIONS, reduction=reduction)
     if target is not None:
         target = check(name, (M, V), target, None, reduction, ignore_index)
     if topk_indices is not None:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.operator import Case, Cost, T, computed, launcher, op
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence.by_element import (
@@ -137,12 +138,10 @@ def logit_divergence(
     student, teacher = computed(student), computed(teacher)
     pair = {"student": student, "teacher": teacher}
     shift_labels = check("logit_divergence", pair, shift_labels, reduction, ("none", "sum", "batchmean"))
-    if kind not in LOGIT_KINDS:
-        raise ValueError(f"logit_divergence: kind must be one of {LOGIT_KINDS}, got {kind!r}")
+    checks.one_of("logit_divergence", LOGIT_KINDS, kind=kind)
     if not 0 <= beta <= 1:
         raise ValueError(f"logit_divergence: beta must be between 0 and 1, got {beta}")
-    if not temperature > 0:
-        raise ValueError(f"logit_divergence: temperature must be positive, got {temperature}")
+    checks.positive("logit_divergence", temperature=temperature)
     if not have_kernels(student, teacher):
         options = dict(kind=kind, beta=beta, temperature=temperature, ignore_index=ignore_index, reduction=reduction)
         return reference(student, teacher, shift_labels, **options)

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, launcher, nbytes, once_differentiable, op
 from liger_kernel.ops._core.operator import computed, launch, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, log, tl
 from liger_kernel.ops.losses.cross_entropy import targets
@@ -90,14 +90,8 @@ PART_SCHEMA = schema_of(Part)
 
 def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
     """Raise ``ValueError`` unless both names are known."""
-    _check_options("vocab_parallel_cross_entropy", label_smoothing_formula, label_smoothing_mode, "label_smoothing_")
-
-
-def _check_options(name: str, formula: str, mode: str, prefix: str = "") -> None:
-    if formula not in FORMULAS:
-        raise ValueError(f"{name}: {prefix}formula must be one of {FORMULAS}, got {formula!r}")
-    if mode not in MODES:
-        raise ValueError(f"{name}: {prefix}mode must be one of {MODES}, got {mode!r}")
+    checks.one_of("vocab_parallel_cross_entropy", FORMULAS, label_smoothing_formula=label_smoothing_formula)
+    checks.one_of("vocab_parallel_cross_entropy", MODES, label_smoothing_mode=label_smoothing_mode)
 
 
 def part_of(
@@ -107,7 +101,8 @@ def part_of(
 ) -> tuple:  # fmt: skip
     """The fields of this rank's ``Part``. Raises ``ValueError`` for arguments that have no
     meaning."""
-    _check_options(name, formula, mode)
+    checks.one_of(name, FORMULAS, formula=formula)
+    checks.one_of(name, MODES, mode=mode)
     rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     if N < 1:
         raise ValueError(f"{name}: every rank must have a class, got none")
@@ -482,10 +477,8 @@ def vocab_parallel_cross_entropy(
     unless ``mode`` is "partition". No ``group``: one rank.
     """
     name, logits = "vocab_parallel_cross_entropy", computed(logits)
-    if not logits.is_floating_point():
-        raise ValueError(f"{name}: logits must be floating point, got {logits.dtype}")
-    if target.shape != logits.shape[:-1]:
-        raise ValueError(f"{name}: target must have shape {tuple(logits.shape[:-1])}, got {tuple(target.shape)}")
+    checks.floating(name, logits=logits)
+    checks.shape(name, logits.shape[:-1], target=target)
     smoothing = dict(label_smoothing=label_smoothing, formula=formula, mode=mode)
     numbers = dict(ignore_index=ignore_index) | smoothing | dict(z_loss=z_loss, logit_scale=logit_scale)
     numbers["softcap"] = softcap

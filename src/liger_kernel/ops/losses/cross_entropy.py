@@ -171,13 +171,10 @@ def cross_entropy(
     checks.floating("cross_entropy", logits=logits)
     checks.dims("cross_entropy", "(M, V)", logits=logits)
     target = check("cross_entropy", logits.shape, target, class_weight, reduction, ignore_index)
-    numbers = (ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
+    s = Loss(ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
     num_items = items(num_items, logits)
     if not use_kernels(logits):
-        return reference(
-            logits, target, class_weight, num_items=num_items, **dict(zip(Loss.__dataclass_fields__, numbers))
-        )
+        return reference(logits, target, class_weight, num_items=num_items, **s._asdict())
     now = gradient_in_forward and logits.requires_grad and torch.is_grad_enabled()
-    out = CrossEntropyFunction.apply(logits, target, class_weight, num_items, now, *numbers, False, False)
-    # the last two fields of ``Loss`` are only those of the fused linear losses
+    out = CrossEntropyFunction.apply(logits, target, class_weight, num_items, now, *s)
     return out if stats else out[0]

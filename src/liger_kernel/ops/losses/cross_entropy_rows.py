@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -78,8 +79,7 @@ def reference(
     return (reduce(loss), reduce(z_term).detach(), z.argmax(-1).where(valid, -1)) if stats else reduce(loss)
 
 
-@dataclass(frozen=True)
-class Loss:
+class Loss(NamedTuple):
     """The numbers that define a row's loss, apart from its tensors. The row kernel and the
     linear losses pass them on."""
 

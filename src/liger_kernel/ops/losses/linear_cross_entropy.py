@@ -44,7 +44,6 @@ from liger_kernel.ops.losses.cross_entropy_rows import (
 )
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.float8_head import check_fp8, head_gradients
-from liger_kernel.ops.losses.numbers import values
 from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.float8_training import RECIPES, float8_trained
 from liger_kernel.ops.projections.linear import linears
@@ -68,12 +67,11 @@ def reference(
     ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats,
     num_items, compact, xa, wb, fp8, **how,
 ):  # fmt: skip  # tensors, the loss, how it is computed
-    loss = ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats
+    s = Loss(ignore_index, reduction, label_smoothing, z_loss, logit_scale, softcap, token_scaling, stats)
     if fp8 is not None and compact:  # the scale of x is that of the rows that are left
         x = x.masked_fill((target == ignore_index)[:, None], 0)
     z = all_logits(x, w, bias, xa, wb, fp8)
-    numbers = dict(zip(Loss.__dataclass_fields__, loss))
-    return cross_entropy_reference(z, target, class_weight, num_items=num_items, **numbers)
+    return cross_entropy_reference(z, target, class_weight, num_items=num_items, **s._asdict())
 
 
 _IN = (
@@ -83,7 +81,7 @@ _IN = (
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db, Tensor? dxa, Tensor? dwb"
 _OUT = "Tensor loss, Tensor z_loss, Tensor predicted, Tensor entropy, Tensor mean, Tensor lse, Tensor? norm"
-_N = len(Loss.__dataclass_fields__)
+_N = len(Loss._fields)
 
 
 def _with_into(run: Callable, dw_into: Tensor | None) -> Callable:
@@ -199,7 +197,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         ctx.rows = s.reduction == "none" and only_hidden(o.need) and o.fp8 is None and not s.entropy
         ctx.done = s.reduction != "none" or ctx.rows
         inputs = (x, w, target, bias, class_weight, kept, xa, wb)
-        ctx.numbers = *values(s), o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows
+        ctx.numbers = *s, o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows
         need = o.need if ctx.done else (False,) * 5
         # only a forward that computes dw may add to it
         into = o.dw_into if need[1] else None
@@ -454,7 +452,7 @@ def apply(
     if only_pytorch():
         # all logits at once: exports and transforms see operators of PyTorch alone
         z = all_logits(x, w, bias, xa, wb, fp8)
-        numbers = dict(zip(Loss.__dataclass_fields__, values(s))) | {"stats": True}
+        numbers = s._replace(stats=True)._asdict()
         found = cross_entropy_reference(z, target, class_weight, num_items=num_items, **numbers)
         return *found, *statistics(z, target, s)
     kept = kept_rows(compact, target, s.ignore_index)

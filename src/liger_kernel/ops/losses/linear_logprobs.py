@@ -27,7 +27,6 @@ otherwise      Tiles of all tokens by some classes, in the forward and again in 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +79,7 @@ from liger_kernel.ops.losses.linear_cross_entropy import (
     promoted,
 )
 from liger_kernel.ops.losses.logprob_tiles import OUTPUTS, SCHEMA, Found, Numbers, merged, tile
-from liger_kernel.ops.losses.numbers import values
-from liger_kernel.ops.losses.vocab_parallel.cross_entropy import Part, gathered, part_of, process_group
+from liger_kernel.ops.losses.vocab_parallel.cross_entropy import gathered, part_of, process_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -152,7 +150,7 @@ _IN = (
     "Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? xa, Tensor? wb, Tensor? temperature, Tensor? ids, "
     f"Tensor? offsets, Tensor? kept, {SCHEMA}, bool fp32_logits"
 )
-_N = len(dataclasses.fields(Numbers))
+_N = len(Numbers._fields)
 
 
 def _classes(w: Tensor, n: Numbers) -> int:
@@ -341,7 +339,7 @@ class LinearLogProbsFunction(torch.autograd.Function):
         ctx.way = "frozen" if factor and not entropy_grad else "few" if few else "tiles"
         inputs = (x, w, target, bias, xa, wb, temperature, ids, offsets, kept)
         how = o.fp32_logits, ctx.way, need[0], need[3], rows, wide
-        logp, entropy, *others, state, z, dx, dxa = linear_logprobs_fwd(*inputs, *values(n), *how)
+        logp, entropy, *others, state, z, dx, dxa = linear_logprobs_fwd(*inputs, *n, *how)
         if any(need):
             ctx.save_for_backward(state, z, dx, dxa, *inputs)
         entropy = shaped(entropy, lead) if n.entropy else entropy
@@ -366,7 +364,7 @@ class LinearLogProbsFunction(torch.autograd.Function):
             # a recorded graph passes zeros for results that have no gradient
             h = None if g_entropy is None or not n.entropy else g_entropy.reshape(-1)
             how = o.fp32_logits, *need, o.accum_dtype, ctx.wide
-            dx, dw, db, dxa, dwb = linear_logprobs_bwd(g, h, state, z, *inputs, *values(n), *how)
+            dx, dw, db, dxa, dwb = linear_logprobs_bwd(g, h, state, z, *inputs, *n, *how)
         for d in (dx, dxa) if n.group else ():
             if d is not None and d.numel():
                 torch.distributed.all_reduce(d, group=process_group(n.group))
@@ -492,25 +490,10 @@ def linear_logprobs(
     y = y.reshape(-1, K).contiguous()
     check_fp8(name, fp8, rows, fp32_logits=fp32_logits, xa=xa)
     if fp8 is None and only_pytorch():
-        return reference(
-            x,
-            w,
-            target,
-            bias,
-            temperature=temperature,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            ignore_index=ignore_index,
-            outputs=outputs,
-            keep_ids=keep_ids,
-            keep_offsets=keep_offsets,
-            vocab_size=vocab_size,
-            group=group,
-            sizes=sizes,
-            xa=xa,
-            wb=wb,
-            fp8=fp8,
-        )
+        numbers = dict(temperature=temperature, logit_scale=logit_scale, softcap=softcap, ignore_index=ignore_index)
+        of_head = dict(vocab_size=vocab_size, group=group, sizes=sizes, xa=xa, wb=wb)
+        of_tokens = dict(outputs=outputs, keep_ids=keep_ids, keep_offsets=keep_offsets)
+        return reference(x, w, target, bias, **numbers, **of_head, **of_tokens)
     wanted = tuple(output in outputs for output in OUTPUTS)
     # the same logits as those of the cap first and the temperature then
     scale, cap = logit_scale / scalar, None if softcap is None else softcap / scalar
@@ -551,5 +534,5 @@ def _part(name: str, w: Tensor, group: ProcessGroup | None, sizes: Sequence[int]
     """This rank's first class, the number of all classes, and the group's name."""
     if group is None:
         return 0, w.shape[0], ""
-    part = Part(*part_of(name, w.shape[0], group, sizes, -100, 0.0, "pytorch", "global"))
+    part = part_of(name, w.shape[0], group, sizes, -100, 0.0, "pytorch", "global")
     return part.first, part.V, part.group

@@ -40,7 +40,6 @@ from liger_kernel.ops.losses.linear_cross_entropy import (
     tempered,
 )
 from liger_kernel.ops.losses.linear_cross_entropy import apply as nll
-from liger_kernel.ops.losses.numbers import values
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def _whole(x, w, target, bias, xa, wb, fn, group, kept, s, o):
     """Two sweeps: first log-probabilities, then, after ``fn`` has read them all, gradients.
     Returns the gradients times ``_up``, ``_up``, loss and aux."""
     index, need = None if kept is None else kept.rows(), any(o.need)
-    inputs = (x, w, target, bias, None, index, xa, wb, *values(s), o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows)
+    inputs = (x, w, target, bias, None, index, xa, wb, *s, o.fp32_logits, o.fp8, o.accum_dtype, o.chunk_rows)
     # of a frozen head, the first sweep also computes gradients for slopes of 1
     ones = only_hidden(o.need) and not s.entropy and o.fp8 is None
     need_now = o.need if ones else (False,) * 5

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +33,7 @@ _LEAST = -1e30  # below every logit that counts; times a number of classes it is
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(NamedTuple):
     """What defines log-probabilities, apart from tensors. A temperature that is one number is
     part of ``logit_scale`` and ``softcap``. V: classes of the whole head; ``first``: the first one
     of this rank's part of it, whose ranks are ``group``, a name or empty."""

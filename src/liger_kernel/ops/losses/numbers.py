@@ -1,21 +1,14 @@
-"""The numbers that define a loss, apart from its tensors: a frozen dataclass, and the same fields
-in the schema of a launcher, which takes no objects."""
+"""The numbers that define a loss, apart from its tensors, are a ``NamedTuple``. A launcher takes no
+objects: its schema has the fields."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import get_type_hints
 
-_KINDS = {"int": "SymInt", "float | None": "float?"}
+_KINDS = {int: "SymInt", float: "float", float | None: "float?", bool: "bool", str: "str"}
 
 
 def schema_of(numbers: type) -> str:
-    """The fields of a dataclass as parameters of a launcher, in their order. Their names differ
-    from those of tensors, which may be results of the same launcher."""
-    return ", ".join(f"{_KINDS.get(str(f.type), f.type)} with_{f.name}" for f in dataclasses.fields(numbers))
-
-
-def values(numbers: Any) -> tuple[Any, ...]:
-    """The field values of a dataclass. (``dataclasses.astuple`` copies them, which
-    ``torch.compile`` can trace only with some releases of Python.)"""
-    return tuple(getattr(numbers, name) for name in numbers.__dataclass_fields__)
+    """The fields as parameters of a launcher, in their order. Their names differ from those of
+    tensors, which may be results of the same launcher."""
+    return ", ".join(f"{_KINDS[kind]} with_{name}" for name, kind in get_type_hints(numbers).items())

@@ -10,7 +10,7 @@ these. Where no kernel runs, it computes ``soft_losses`` in torch and lets autog
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,7 @@ KINDS = (*LOGIT_KINDS, "cosine")
 LEAST_NORM = 1e-12  # norms below count as this, in "cosine"
 
 
-@dataclass(frozen=True)
-class Distillation:
+class Distillation(NamedTuple):
     """The numbers that define a row's loss, apart from its tensors. ``kind``: one of ``KINDS``,
     or "kl" for a teacher given by probabilities."""
 
@@ -66,7 +65,7 @@ class Distillation:
         kind = {"forward_kl": "reverse_kl", "reverse_kl": "forward_kl"}.get(self.kind, self.kind)
         own, teacher = (self.logit_scale, self.softcap), (self.teacher_logit_scale, self.teacher_softcap)
         names = "logit_scale", "softcap", "teacher_logit_scale", "teacher_softcap"
-        return replace(self, kind=kind, beta=1 - self.beta, **dict(zip(names, (*teacher, *own))))
+        return self._replace(kind=kind, beta=1 - self.beta, **dict(zip(names, (*teacher, *own))))
 
 
 def capped(z: Tensor, scale: float, cap: float | None) -> Tensor:

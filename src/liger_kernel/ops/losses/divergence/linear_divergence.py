@@ -23,7 +23,6 @@ loss costs it no pass of its own. With ``reduction="none"`` the backward compute
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +50,6 @@ from liger_kernel.ops.losses.divergence.distillation import (
     soft_losses,
 )
 from liger_kernel.ops.losses.linear_cross_entropy import Options, check_head, kept_rows, needed, promoted
-from liger_kernel.ops.losses.numbers import values
 
 
 def reference(
@@ -85,7 +83,7 @@ def reference(
     return results if len(results) > 1 else loss
 
 
-_N = len(Distillation.__dataclass_fields__)
+_N = len(Distillation._fields)
 _IN = (
     "Tensor x, Tensor w, Tensor? bias, Tensor? teacher_x, Tensor? teacher_w, Tensor? teacher_bias, "
     f"Tensor? teacher_logits, Tensor? log_probs, Tensor? indices, Tensor? target, Tensor? kept, {DISTILLATION_SCHEMA}, "
@@ -176,7 +174,7 @@ class LinearDivergenceFunction(torch.autograd.Function):
         *others, num_items, s, o = rest
         ctx.need, ctx.rows = o.need, s.reduction == "none" and only_hidden(o.need)
         ctx.recompute = s.reduction == "none" and not ctx.rows
-        ctx.numbers = *values(s), o.accum_dtype, o.chunk_rows, o.fp32_logits
+        ctx.numbers = *s, o.accum_dtype, o.chunk_rows, o.fp32_logits
         logits = None if teacher_logits is None else rows_of(teacher_logits)
         inputs = rows_of(x), w, bias, teacher_x, teacher_w, teacher_bias, logits, *others
         # without a reduction the upstream gradients are vectors, which only the backward knows; those
@@ -398,15 +396,13 @@ def linear_divergence(
         teacher_x, teacher_w, teacher_bias = map(constant, of_teacher)
     num_items = items(num_items, x)
     own = kind, beta, temperature, ignore_index, reduction, weight_hard, weight_soft, tail, eps
-    numbers = *own, logit_scale, softcap, teacher_logit_scale, teacher_softcap, entropy
-    s = Distillation(*numbers)
+    s = Distillation(*own, logit_scale, softcap, teacher_logit_scale, teacher_softcap, entropy)
     if only_pytorch():
-        options = dict(zip(Distillation.__dataclass_fields__, numbers)) | teacher
         heads = x, w, teacher_x, teacher_w, target, bias, teacher_bias
-        return reference(*heads, **options, parts=parts, num_items=num_items)
+        return reference(*heads, **(s._asdict() | teacher), parts=parts, num_items=num_items)
     logits, log_probs, indices = (teacher[n] for n in ("teacher_logits", "topk_log_probs", "topk_indices"))
     if teacher_probs is not None:
-        s, logits = dataclasses.replace(s, kind="kl"), teacher_probs  # they use the same argument as logits
+        s, logits = s._replace(kind="kl"), teacher_probs  # they use the same argument as logits
     # without labels every row counts
     kept = None if target is None else kept_rows(compact, target, ignore_index)
     tensors = x, w, bias, teacher_x, teacher_w, teacher_bias, logits, log_probs, indices, target, kept

@@ -48,7 +48,6 @@ from liger_kernel.ops.losses.divergence.distillation import (
     row_kernel,
     soft_losses,
 )
-from liger_kernel.ops.losses.numbers import values
 
 
 def reference(student, teacher, shift_labels, *, kind, beta, temperature, ignore_index, reduction):
@@ -146,6 +145,6 @@ def logit_divergence(
         options = dict(kind=kind, beta=beta, temperature=temperature, ignore_index=ignore_index, reduction=reduction)
         return reference(student, teacher, shift_labels, **options)
     norm = counted(student, shift_labels, ignore_index) if reduction == "batchmean" else None
-    numbers = values(Distillation(kind, beta, temperature, ignore_index))
+    numbers = Distillation(kind, beta, temperature, ignore_index)
     launchers, out = (logit_divergence_fwd, logit_divergence_bwd), "rows" if reduction == "none" else "sum"
     return PairFunction.apply(launchers, *without_graph(student, teacher), shift_labels, norm, out, *numbers)

@@ -33,8 +33,7 @@ the rivals.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,8 +56,7 @@ FORMULAS = ("pytorch", "megatron")
 MODES = ("global", "partition")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The numbers that define this rank's part of the loss, apart from its tensors. Launchers
     pass them on."""
 
@@ -98,8 +96,8 @@ def part_of(
     name: str, N: int, group: ProcessGroup | None, sizes: Sequence[int] | None, ignore_index: int,
     label_smoothing: float, formula: str, mode: str, z_loss: float = 0.0, logit_scale: float = 1.0,
     softcap: float | None = None, entropy: bool = False,
-) -> tuple:  # fmt: skip
-    """The fields of this rank's ``Part``. Raises ``ValueError`` for arguments that have no
+) -> Part:  # fmt: skip
+    """This rank's. Raises ``ValueError`` for arguments that have no
     meaning."""
     checks.one_of(name, FORMULAS, formula=formula)
     checks.one_of(name, MODES, mode=mode)
@@ -114,7 +112,7 @@ def part_of(
         raise ValueError(f"{name}: formula 'megatron' must smooth over two classes or more, got one")
     # a name and no object: launchers take strings, and torch.compile knows groups by them
     shared = group.group_name if group is not None and ranks > 1 else ""
-    return ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, first, V, shared, entropy
+    return Part(ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, first, V, shared, entropy)
 
 
 def process_group(name: str) -> ProcessGroup:
@@ -140,7 +138,7 @@ def reference(
 ):  # fmt: skip
     numbers = ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap
     part = part_of("reference", logits.shape[-1], group, sizes, *numbers)
-    return of_slice(logits, target, Part(*part), reduction)[0]
+    return of_slice(logits, target, part, reduction)[0]
 
 
 def of_slice(logits: Tensor, target: Tensor, s: Part, reduction: str) -> tuple[Tensor, Tensor | None]:
@@ -482,7 +480,7 @@ def vocab_parallel_cross_entropy(
     smoothing = dict(label_smoothing=label_smoothing, formula=formula, mode=mode)
     numbers = dict(ignore_index=ignore_index) | smoothing | dict(z_loss=z_loss, logit_scale=logit_scale)
     numbers["softcap"] = softcap
-    V = Part(*part_of(name, logits.shape[-1], group, sizes, *numbers.values())).V
+    V = part_of(name, logits.shape[-1], group, sizes, *numbers.values()).V
     flat = check(name, (target.numel(), V), target.reshape(-1), None, reduction, ignore_index)
     target = flat.view(target.shape)
     if not use_kernels(logits):

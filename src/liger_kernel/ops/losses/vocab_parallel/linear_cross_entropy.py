@@ -83,7 +83,7 @@ def reference(
         x = _SumGradients.apply(x, group)
     numbers = ignore_index, label_smoothing, formula, mode, z_loss, logit_scale, softcap, entropy
     part = part_of("reference", w.shape[0], group, sizes, *numbers)
-    loss, entropies = of_slice(F.linear(x, w, bias), target, Part(*part), reduction)
+    loss, entropies = of_slice(F.linear(x, w, bias), target, part, reduction)
     return loss if entropies is None else (loss, entropies)
 
 
@@ -160,7 +160,7 @@ _IN = (
     f"Tensor x, Tensor w, Tensor target, Tensor? bias, {PART_SCHEMA}, bool sum_dx, ScalarType? accum_dtype, int? "
     "chunk_rows, bool need_dx, bool need_dw, bool need_db"
 )
-_N = len(Part.__dataclass_fields__)
+_N = len(Part._fields)
 
 
 @launcher(
@@ -278,7 +278,7 @@ def vocab_parallel_linear_cross_entropy(
     numbers = dict(ignore_index=ignore_index, label_smoothing=label_smoothing, formula=formula, mode=mode)
     numbers |= dict(z_loss=z_loss, logit_scale=logit_scale, softcap=softcap, entropy=entropy)
     part = part_of(name, w.shape[0], group, sizes, *numbers.values())
-    target = check(name, (x.shape[0], Part(*part).V), target, None, reduction, ignore_index)
+    target = check(name, (x.shape[0], part.V), target, None, reduction, ignore_index)
     x, w, bias = promoted(x, w, bias)
     if not use_kernels(x):
         return reference(x, w, target, group, bias, reduction=reduction, sizes=sizes, sum_dx=sum_dx, **numbers)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,32 @@ def places(B: int, length: int, cu_seqlens: Tensor | None, device: torch.device)
     # equal bounds are those of empty documents: the last of them begins where a token is
     document = (torch.searchsorted(cu_seqlens, t, right=True) - 1).clamp(0, max(cu_seqlens.shape[0] - 2, 0))
     return document, cu_seqlens[document].long().clamp(min=0).minimum(t)
+
+
+def token_by_token(
+    step: Callable[[int, Tensor], tuple[Tensor, Tensor]], x: Tensor, shape: tuple[int, ...],
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, output_final_state: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Results (B, T, ...) of a recurrence over the tokens of x (B, T, ...), None if there are none, and the
+    state behind each document. ``step(t, state)`` returns the next states (B, *shape) and results of token t."""
+    B, length = x.shape[:2]
+    document, first = places(B, length, cu_seqlens, x.device)
+    documents = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = x.new_zeros(documents, *shape) if initial_state is None else initial_state.to(x.dtype)
+    S, out = states if cu_seqlens is None else x.new_zeros(B, *shape), []
+    for t in range(length if B else 0):
+        if cu_seqlens is not None:
+            S = torch.where(first[t] == t, states[document[t]], S)
+        S, y = step(t, S)
+        out.append(y)
+        if cu_seqlens is not None and output_final_state:
+            states = torch.where((torch.arange(documents, device=x.device) == document[t]).view(-1, 1, 1, 1), S, states)
+    results = torch.stack(out, 1) if out else None
+    if not output_final_state:
+        return results, None
+    wide = torch.promote_types(torch.float32, x.dtype)
+    final = S if cu_seqlens is None else states
+    return results, final.to(wide if initial_state is None else initial_state.dtype)
 
 
 def bounds(*at: int) -> T:

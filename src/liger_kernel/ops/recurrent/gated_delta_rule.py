@@ -49,7 +49,7 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.tl import cdiv, next_power_of_2
-from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, places
+from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, token_by_token
 from liger_kernel.ops.recurrent.delta_kernels import (
     _chunks,
     _dstates,
@@ -71,30 +71,21 @@ def recurrence(
 ):  # fmt: skip
     """Token by token, with a decay for each head (B, T, HV) or for each of its channels (B, T, HV,
     DK)."""
-    (B, length, HV, DV), DK, given, dtype = v.shape, q.shape[-1], q.dtype, acc(q.dtype)
+    (HV, DV), DK, given, dtype = v.shape[2:], q.shape[-1], q.dtype, acc(q.dtype)
     q, k, v, g, beta = (t.to(dtype) for t in (q, k, v, g, beta))
     if qk_l2norm:
         q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
     q = q * (max(DK, 1) ** -0.5 if scale is None else scale)
     q, k = (t.repeat_interleave(HV // max(t.shape[2], 1), 2) for t in (q, k))
-    document, first = places(B, length, cu_seqlens, q.device)
-    documents = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    states = v.new_zeros(documents, HV, DK, DV) if initial_state is None else initial_state.to(dtype)
-    S, out = states if cu_seqlens is None else v.new_zeros(B, HV, DK, DV), []
-    for t in range(length if B else 0):
-        if cu_seqlens is not None:
-            S = torch.where(first[t] == t, states[document[t]], S)
+
+    def step(t: int, S: Tensor) -> tuple[Tensor, Tensor]:
         S = S * g[:, t].exp().reshape(*S.shape[:2], -1, 1)
         e = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
         S = S + k[:, t, :, :, None] * (beta[:, t, :, None] * e)[:, :, None]
-        out.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]))
-        if cu_seqlens is not None and output_final_state:
-            states = torch.where((torch.arange(documents, device=q.device) == document[t]).view(-1, 1, 1, 1), S, states)
-    o = torch.stack(out, 1) if out else v
-    final = (S if cu_seqlens is None else states) if output_final_state else None
-    if final is not None:
-        final = final.to(torch.promote_types(torch.float32, dtype) if initial_state is None else initial_state.dtype)
-    return o.to(given), final
+        return S, torch.einsum("bhkv,bhk->bhv", S, q[:, t])
+
+    o, final = token_by_token(step, v, (HV, DK, DV), initial_state, cu_seqlens, output_final_state)
+    return (v if o is None else o).to(given), final
 
 
 def reference(
@@ -205,6 +196,20 @@ def _dense(t: Tensor) -> Tensor:
     return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
 
 
+def chunks_of(x: Tensor, cu_seqlens: Tensor | None, length: int, C: int) -> tuple[Tensor, Tensor]:
+    """Where each document of x (M, ...) and its chunks of C tokens begin, and where each chunk lies."""
+    M = x.shape[0]
+    if cu_seqlens is None:
+        documents = M // length
+        chunks = documents * cdiv(length, C)
+    else:
+        documents = cu_seqlens.shape[0] - 1
+        chunks = M // C + documents
+    begins, at = (x.new_empty(n, 2, dtype=torch.int32) for n in (documents + 1, chunks))
+    launch(_chunks, (documents + 1,), begins, at, cu_seqlens, length, chunks, M, C=C, BLOCK=128, num_warps=4)
+    return begins, at
+
+
 def _matrix(t: Tensor) -> Tensor:
     """As the rows of one group."""
     return t.view(-1, 1, t.shape[-1])
@@ -285,15 +290,8 @@ def gated_delta_rule_fwd(
     state, and what the backward needs. g (M, HV), or of ``kda`` (M, HV, DK)."""
     q, k, v = map(_dense, (q, k, v))
     (M, HK, DK), (HV, DV), C, channels = q.shape, v.shape[1:], _chunk(q, v.shape[2]), g.ndim == 3
-    if cu_seqlens is None:
-        documents = M // length
-        chunks = documents * cdiv(length, C)
-    else:
-        documents = cu_seqlens.shape[0] - 1
-        chunks = M // C + documents
-    new, integers = q.new_empty, dict(dtype=torch.int32)
-    begins, places_of = new(documents + 1, 2, **integers), new(chunks, 2, **integers)
-    launch(_chunks, (documents + 1,), begins, places_of, cu_seqlens, length, chunks, M, C=C, BLOCK=128, num_warps=4)
+    begins, places_of = chunks_of(q, cu_seqlens, length, C)
+    documents, chunks, new = begins.shape[0] - 1, places_of.shape[0], q.new_empty
     o = new((M, HV, DV) if output else 0)
     ht = new((documents, HV, DK, DV) if final else 0, dtype=torch.float32 if state is None else state.dtype)
     parts = 1 if keep else _parts(chunks, HV, DK, DV, q.itemsize)

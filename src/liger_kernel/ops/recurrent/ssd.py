@@ -40,9 +40,8 @@ from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nb
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, next_power_of_2
-from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, places
-from liger_kernel.ops.recurrent.delta_kernels import _chunks
-from liger_kernel.ops.recurrent.gated_delta_rule import _dense
+from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, token_by_token
+from liger_kernel.ops.recurrent.gated_delta_rule import _dense, _states_of, chunks_of
 from liger_kernel.ops.recurrent.ssd_kernels import _dsteps, _outputs, _readers, _steps, _walk_states, _writers
 
 # heads and states that kernels have registers for, in 16 bits and in fp32; the reference computes others
@@ -52,28 +51,20 @@ MAX_P, MAX_N, MAX_N_PRECISE = 128, 256, 128
 def reference(
     x, dt, A, B, C, D, *, dt_bias, dt_softplus, dt_limit, initial_state, output_final_state, cu_seqlens, **how
 ):  # fmt: skip
-    (rows, length, H, P), N, dtype = x.shape, B.shape[-1], acc(x.dtype)
+    (H, P), N, dtype = x.shape[2:], B.shape[-1], acc(x.dtype)
     given, (x, dt, A, B, C) = x.dtype, (t.to(dtype) for t in (x, dt, A, B, C))
     dt = dt if dt_bias is None else dt + dt_bias.to(dtype)
     dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     B, C = (t.repeat_interleave(H // max(t.shape[2], 1), 2) for t in (B, C))
-    document, first = places(rows, length, cu_seqlens, x.device)
-    documents = rows if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    states = x.new_zeros(documents, H, P, N) if initial_state is None else initial_state.to(dtype)
-    S, out = states if cu_seqlens is None else x.new_zeros(rows, H, P, N), []
-    for t in range(length if rows else 0):
-        if cu_seqlens is not None:
-            S = torch.where(first[t] == t, states[document[t]], S)
+
+    def step(t: int, S: Tensor) -> tuple[Tensor, Tensor]:
         S = S * (A * dt[:, t]).exp()[..., None, None] + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
-        out.append(torch.einsum("bhpn,bhn->bhp", S, C[:, t]))
-        if cu_seqlens is not None and output_final_state:
-            states = torch.where((torch.arange(documents, device=x.device) == document[t]).view(-1, 1, 1, 1), S, states)
-    y = torch.stack(out, 1) if out else x
+        return S, torch.einsum("bhpn,bhn->bhp", S, C[:, t])
+
+    y, final = token_by_token(step, x, (H, P, N), initial_state, cu_seqlens, output_final_state)
+    y = x if y is None else y
     if D is not None:
         y = y + x * (D.to(dtype) if D.ndim == 2 else D.to(dtype)[:, None])
-    final = (S if cu_seqlens is None else states) if output_final_state else None
-    if final is not None:
-        final = final.to(torch.promote_types(torch.float32, dtype) if initial_state is None else initial_state.dtype)
     return y.to(given), final
 
 
@@ -145,20 +136,13 @@ def ssd_fwd(
     """y (M, H, P) of M tokens in rows of ``length``, and if they are asked for, the final state and
     what the backward needs."""
     x, B, C = map(_dense, (x, B, C))
-    (M, H, P), (groups, N), (chunk, rows) = x.shape, B.shape[1:], _chunk(x, B.shape[2])
-    if cu_seqlens is None:
-        documents = M // length
-        chunks = documents * cdiv(length, chunk)
-    else:
-        documents = cu_seqlens.shape[0] - 1
-        chunks = M // chunk + documents
-    new, integers = x.new_empty, dict(dtype=torch.int32)
-    begins, places_of = new(documents + 1, 2, **integers), new(chunks, 2, **integers)
+    (H, P), (groups, N), (chunk, rows) = x.shape[1:], B.shape[1:], _chunk(x, B.shape[2])
+    begins, places_of = chunks_of(x, cu_seqlens, length, chunk)
+    documents, chunks, new = begins.shape[0] - 1, places_of.shape[0], x.new_empty
     steps, S = new(chunks, H, 2 + _precise(x), chunk, dtype=torch.float32), new(chunks, H, P, N)
     y = new(x.shape if outputs else 0)
     end = new((documents, H, P, N) if final else 0, dtype=torch.float32 if state is None else state.dtype)
     sx, sB, sC = x.stride(0), B.stride(0), C.stride(0)
-    launch(_chunks, (documents + 1,), begins, places_of, cu_seqlens, length, chunks, M, C=chunk, BLOCK=128, num_warps=4)
     how = dict(SOFTPLUS=softplus, PRECISE=_precise(x), CHUNK=chunk, BLOCK_H=16, num_warps=4)
     launch(_steps, (chunks * cdiv(H, 16),), dt, dt_bias, A, places_of, steps, dt.stride(0), H, low, high, **how)
     how = dict(GROUP=H // groups, BACK=False, CHUNK=chunk, **_tile("states", x, N))
@@ -284,10 +268,6 @@ def _tensors(B: int, length: int, H: int, P: int, groups: int, N: int) -> dict[s
     of_groups = T((B, length, groups, N))
     given = dict(x=T((B, length, H, P)), dt=T((B, length, H), _step), A=T((H,), _rate), B=of_groups, C=of_groups)
     return given | dict(D=T((H,)), dt_bias=T((H,)), dt_softplus=True)
-
-
-def _states_of(documents: int, H: int, P: int, N: int) -> dict[str, Any]:
-    return dict(initial_state=T((documents, H, P, N)), output_final_state=True)
 
 
 def _cost(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, **more: Any) -> Cost:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -532,8 +532,8 @@ def _rows_in_torch(
         dz.copy_(p.masked_fill_(~valid[:, None], 0))
 
 
-def transformed(z: Tensor, bias: Tensor | None, s: Loss) -> tuple[Tensor, Tensor | None]:
-    """Logits z plus bias, scaled and capped, and the tanh of a softcap."""
+def transformed(z: Tensor, bias: Tensor | None, s: Any) -> tuple[Tensor, Tensor | None]:
+    """Logits z plus bias, by ``s`` scaled and capped, and the tanh of a softcap."""
     a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
     a = a * s.logit_scale if s.logit_scale != 1.0 else a
     t = None if s.softcap is None else torch.tanh(a / s.softcap)

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc, launch, tracing, use_kernels
+from liger_kernel.ops._core.operator import launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import exp_of, jit, log, next_power_of_2, store_if, tl
-from liger_kernel.ops.losses.cross_entropy_rows import transformed_logits
+from liger_kernel.ops.losses.cross_entropy_rows import transformed, transformed_logits
 from liger_kernel.ops.losses.numbers import schema_of
 
 OUTPUTS = ("entropy", "log_sum_sq", "mean_logit", "top1", "lse")
@@ -403,10 +403,7 @@ def _tile_in_torch(
     z, target, n: Numbers, found: Found, start, first, fold, finish, dz, bias, temperature, kept, g, g_entropy
 ) -> None:
     N = z.shape[1]
-    a = z.to(acc(z.dtype)) if bias is None else z.to(acc(z.dtype)) + bias
-    a = a * n.logit_scale
-    t = None if n.softcap is None else torch.tanh(a / n.softcap)
-    a = a if t is None else t * n.softcap
+    a, t = transformed(z, bias, n)
     per_t = 1.0 if temperature is None else 1 / temperature.to(a.dtype)[:, None]
     a = (a * per_t).clamp(min=_LEAST)
     counts, inside = target != n.ignore_index, (target >= 0) & (target < n.V)

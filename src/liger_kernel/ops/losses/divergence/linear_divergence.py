@@ -362,24 +362,22 @@ def linear_divergence(
         raise ValueError(f"{name}: teacher_bias must be None without teacher_w, got {tuple(teacher_bias.shape)}")
     check_teacher(name, M, V, **every, teacher_bias=teacher_bias)
     checks.one_of(name, KINDS, kind=kind)
-    form = "a top-k teacher" if topk_indices is not None else "a teacher's probabilities"
-    if (topk_indices is not None or teacher_probs is not None) and kind != "forward_kl":
-        raise ValueError(f"{name}: kind must be 'forward_kl' for {form}, got {kind!r}")
+    model = dict(logit_scale=logit_scale, softcap=softcap)
+    model |= dict(teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap)
+    plain = dict(teacher_logit_scale=1.0, teacher_softcap=None)
+    only: dict[str, Any] = dict(entropy=False) if kind == "cosine" else {}
+    form = "kind 'cosine'"
+    if topk_indices is not None:
+        form, only = "a top-k teacher", dict(kind="forward_kl", entropy=False, logit_scale=1.0, softcap=None) | plain
+    elif teacher_probs is not None:
+        form, only = "a teacher's probabilities", dict(kind="forward_kl") | plain
+    for key, value in (dict(kind=kind, entropy=entropy) | model).items():
+        if only.get(key, value) != value:
+            raise ValueError(f"{name}: {key} must be {only[key]!r} for {form}, got {value!r}")
     if eps < 0:
         raise ValueError(f"{name}: eps must not be negative, got {eps}")
     if not 0 <= beta <= 1:
         raise ValueError(f"{name}: beta must be between 0 and 1, got {beta}")
-    model = dict(logit_scale=logit_scale, softcap=softcap)
-    model |= dict(teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap)
-    for key, value in model.items():
-        stock = None if "softcap" in key else 1.0
-        if topk_indices is not None and value != stock:
-            raise ValueError(f"{name}: {key} must be {stock} for a top-k teacher, got {value}")
-        if teacher_probs is not None and "teacher" in key and value != stock:
-            raise ValueError(f"{name}: {key} must be {stock} for a teacher's probabilities, got {value}")
-    if entropy and (kind == "cosine" or topk_indices is not None):
-        why = "a top-k teacher" if topk_indices is not None else "kind 'cosine'"
-        raise ValueError(f"{name}: entropy must be False for {why}, got {entropy}")
     checks.positive(name, temperature=temperature, softcap=softcap, teacher_softcap=teacher_softcap)
     if target is None and weight_hard:
         raise ValueError(f"{name}: target must be given for a hard loss, got None")

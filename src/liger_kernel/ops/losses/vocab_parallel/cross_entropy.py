@@ -39,11 +39,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core import Case, Cost, T, checks, launch_config, launcher, nbytes, once_differentiable, op
 from liger_kernel.ops._core.operator import computed, launch, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, log, tl
 from liger_kernel.ops.losses.cross_entropy import targets
-from liger_kernel.ops.losses.cross_entropy_rows import check, transformed_logits
+from liger_kernel.ops.losses.cross_entropy_rows import check, transformed, transformed_logits
 from liger_kernel.ops.losses.numbers import schema_of
 
 if dist.is_available():
@@ -144,9 +144,7 @@ def reference(
 def of_slice(logits: Tensor, target: Tensor, s: Part, reduction: str) -> tuple[Tensor, Tensor | None]:
     """The loss, and with ``s.entropy`` the entropies (...), in torch."""
     N = logits.shape[-1]
-    z = logits.to(acc(logits.dtype)) * s.logit_scale
-    if s.softcap is not None:
-        z = s.softcap * torch.tanh(z / s.softcap)
+    z, _ = transformed(logits, None, s)
     valid, inside, y = target != s.ignore_index, (target >= 0) & (target < s.V), target - s.first
     mine = (y >= 0) & (y < N)
     z_y = z.gather(-1, y.where(mine, 0)[..., None])[..., 0].where(mine, 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import (
     Found,
@@ -25,6 +26,12 @@ from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.linear_loss import Tokens, linear_loss
 
 __all__ = ["LigerFusedLinearUnpairedPreferenceBase"]
+
+
+def sums(labels: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Of each tensor (n,), over the desirable sequences and over the others."""
+    desirable = labels.bool()
+    return tuple(t.where(which, 0).sum() for t in tensors for which in (desirable, ~desirable))
 
 
 class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
@@ -49,9 +56,7 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
         """Log-probabilities of sequences (n,), their sums over the desirable and the others, and
         those of all logits; see ``plain_logprobs``."""
         logps, _, logits = plain_logprobs(input_chunk, weight, target_chunk, bias, ignore_index, average_log_prob)
-        desirable = preference_labels_chunk.bool()
-        of_both = lambda t: (t.where(desirable, 0).sum(), t.where(~desirable, 0).sum())
-        return logps, *of_both(logps), *of_both(logits.sum((1, 2)))
+        return logps, *sums(preference_labels_chunk, logps, logits.sum((1, 2)))
 
     @staticmethod
     def forward(
@@ -75,7 +80,6 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
         if labels is None or labels.shape != (B,):
             got = None if labels is None else tuple(labels.shape)
             raise ValueError(f"{name}: preference_labels must have shape ({B},), got {got}")
-        desirable = labels.bool()
         _, lengths, head = sequences(target, ignore_index, average_log_prob, T, compact, whole_batch)
         ref = None
         if ref_logps is not None:
@@ -88,8 +92,7 @@ class LigerFusedLinearUnpairedPreferenceBase(LossFunction):
             logps = tokens.logp.sum(1) / lengths[first:last]
             refs = {} if ref is None else dict(ref_log_prob_chunk=ref[first:last])
             loss, *extra = several(cls.preference_loss_fn(logps, labels[first:last], target, **refs, **loss_kwargs))
-            of_both = lambda t: (t.where(desirable[first:last], 0).sum(), t.where(~desirable[first:last], 0).sum())
             mean_logit: Any = tokens.mean_logit
-            return loss, (*of_both(logps), *of_both(mean_logit.sum(1) * V), *extra)
+            return loss, (*sums(labels[first:last], logps, mean_logit.sum(1) * V), *extra)
 
         return linear_loss(fn, _input.reshape(B * T, H), weight, target.reshape(-1), bias, **head)

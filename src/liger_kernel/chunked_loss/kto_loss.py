@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.chunked_loss.fused_linear_preference import Found, passed_to, sigmoid
-from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
+from liger_kernel.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase, sums
 from liger_kernel.nn.options import WithOptions
 from liger_kernel.ops._core import checks
 
@@ -38,12 +38,7 @@ class LigerFusedLinearKTOFunction(LigerFusedLinearUnpairedPreferenceBase):
         desirable = preference_labels_chunk.bool()
         gain = beta * (ratio if kl is None else ratio - kl)
         losses = torch.where(desirable, desirable_weight * sigmoid(-gain), undesirable_weight * sigmoid(gain))
-        rewards = beta * ratio.detach()
-        return (
-            losses.sum() / max(full_target.shape[0], 1),
-            rewards.where(desirable, 0).sum(),
-            rewards.where(~desirable, 0).sum(),
-        )
+        return losses.sum() / max(full_target.shape[0], 1), *sums(desirable, beta * ratio.detach())
 
     @classmethod
     @passed_to(LigerFusedLinearUnpairedPreferenceBase.forward)

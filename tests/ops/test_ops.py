@@ -93,6 +93,14 @@ small = pytest.mark.parametrize("op, case", _params(lambda c: not c.gpu))
 first = pytest.mark.parametrize(
     "op, case", [pytest.param(o, c, id=f"{o.name}-{c.name}") for o in OPS.values() for c in _first(o)]
 )
+CHECKS = (
+    checks.results_may_be_written_into,
+    checks.never_reads_uninitialised_memory,
+    checks.empty_input,
+    checks.modifies_nothing,
+    checks.second_backward_equals_the_first,
+    *(checks.never_waits_for_the_device,) * GPU,
+)
 # nodes that are PyTorch's products above all; tests/ops/test_lora.py counts these
 NODES = {
     "lora_linear": "LinearsFunctionBackward",
@@ -114,7 +122,13 @@ def test_as_accurate_as_pytorch(op, case, dtype):
 
 
 @small
-@pytest.mark.parametrize("grads", [threes, *further(ones)], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__)
+def test_every_case(op, case, check):
+    check(op, case)
+
+
+@small
+@pytest.mark.parametrize("grads", [threes, transposed, *further(ones, padded)], ids=lambda f: f.__name__)
 def test_any_upstream_gradient(op, case, grads):
     checks.as_accurate_as_pytorch(op, case, grads=grads)
 
@@ -149,30 +163,9 @@ def test_strides_do_not_matter(op, case, arrange):
     checks.strides_do_not_matter(op, case, arrange)
 
 
-@small
-@pytest.mark.parametrize("grads", [transposed, *further(padded)], ids=lambda f: f.__name__)
-def test_upstream_strides_do_not_matter(op, case, grads):
-    checks.as_accurate_as_pytorch(op, case, grads=grads)
-
-
-@small
-def test_results_may_be_written_into(op, case):
-    checks.results_may_be_written_into(op, case)
-
-
 @runnable
 def test_same_bits_twice(op, case):
     checks.same_bits_twice(op, case)
-
-
-@small
-def test_never_reads_uninitialised_memory(op, case):
-    checks.never_reads_uninitialised_memory(op, case)
-
-
-@small
-def test_empty_input(op, case):
-    checks.empty_input(op, case)
 
 
 @pytest.mark.skipif(
@@ -205,11 +198,6 @@ def test_frozen_inputs_cost_nothing(op, case, few):
     checks.frozen_inputs_cost_nothing(op, case, few, counted=op.name not in NODES)
 
 
-@small
-def test_modifies_nothing(op, case):
-    checks.modifies_nothing(op, case)
-
-
 @first
 def test_default_device_does_not_matter(op, case):
     """What an operator needs besides its tensors is where they are."""
@@ -218,11 +206,6 @@ def test_default_device_does_not_matter(op, case):
     with torch.device("meta"):
         found = run(op.fn, args, ones)
     assert_same_bits(found, expected)
-
-
-@small
-def test_second_backward_equals_the_first(op, case):
-    checks.second_backward_equals_the_first(op, case)
 
 
 @needs_kernels
@@ -416,12 +399,6 @@ def test_launcher_has_a_true_schema_and_fake(name):
     assert calls, f"no case reaches {name}"
     for func, args, kwargs in list(calls.values())[: None if GPU else 1]:
         checks.has_a_true_schema_and_fake(func, args, kwargs)
-
-
-@pytest.mark.skipif(not GPU, reason="there is no device to wait for")
-@small
-def test_never_waits_for_the_device(op, case):
-    checks.never_waits_for_the_device(op, case)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -100,14 +100,3 @@ def test_awq():
     assert_decodes(packed.awq_columns(*of, (40, 24), 12), truth)
     with pytest.raises(ValueError, match=r"awq_columns: zeros must have shape \(2, 5\), got \(5, 2\)"):
         packed.awq_columns(of[0], of[1].t(), of[2], (40, 24), 12)
-
-
-@needs_kernels
-def test_schemas():
-    new = lambda *shape: torch.ones(shape, dtype=torch.int32, device=DEVICE)
-    calls = (
-        (torch.ops.liger.dense_rows, (new(4, 4), new(4, 1).float(), None, None, 32, 4, torch.bfloat16)),
-        (torch.ops.liger.dense_columns, (new(4, 8), new(1, 1), new(1, 8).float(), None, 4, 1, False, torch.bfloat16)),
-    )
-    for op, args in calls:
-        torch.library.opcheck(op.default, args, test_utils="test_faketensor")

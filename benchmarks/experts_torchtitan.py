@@ -117,8 +117,7 @@ def measure(variant: str, a: argparse.Namespace) -> dict[str, Any]:
         without_gpu()
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed import utils as distributed
+    from torchtitan.distributed import ParallelDims, utils as distributed
     from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3, qwen3_args
     from torchtitan.tools.utils import GarbageCollection, set_default_dtype
 

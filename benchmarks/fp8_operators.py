@@ -17,10 +17,8 @@ from torch import Tensor
 
 from liger_kernel.bench.measured import MeasuredOp
 from liger_kernel.ops._core.operator import Case, Cost, T, acc, nbytes, use_kernels
-from liger_kernel.ops.activations.glu import Form
-from liger_kernel.ops.activations.glu import reference as glu_reference
-from liger_kernel.ops.projections import float8_training as f8
-from liger_kernel.ops.projections import mxfp8
+from liger_kernel.ops.activations.glu import Form, reference as glu_reference
+from liger_kernel.ops.projections import float8_training as f8, mxfp8
 from liger_kernel.ops.projections.float8 import E4, lacking, product
 
 

@@ -51,8 +51,7 @@ from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, cal
 from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, projections_report, restore
 from liger_kernel.transformers.head import loss as head_loss
-from liger_kernel.transformers.recognise import experts as experts_module
-from liger_kernel.transformers.recognise import projections as recognised
+from liger_kernel.transformers.recognise import experts as experts_module, projections as recognised
 
 memory.SMALL = 0  # tensors of tests are small
 RANKS = int(os.environ.get("LIGER_TEST_RANKS", 2))

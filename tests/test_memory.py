@@ -23,8 +23,7 @@ from liger_kernel import memory
 from liger_kernel.memory import offload as offloading
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.attention.sink_attention import sink_attention
-from liger_kernel.ops.norms.rms_norm import reference as rms_norm_reference
-from liger_kernel.ops.norms.rms_norm import rms_norm
+from liger_kernel.ops.norms.rms_norm import reference as rms_norm_reference, rms_norm
 
 
 @contextlib.contextmanager

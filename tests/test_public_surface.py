@@ -486,9 +486,11 @@ def test_weights_drawn_again():
 
 
 def test_chunks_of_losses_with_a_loop_of_their_own():
-    from liger_kernel.chunked_loss import LigerFusedLinearPPOBase as Rewarded
-    from liger_kernel.chunked_loss import LigerFusedLinearPreferenceBase as Pairs
-    from liger_kernel.chunked_loss import LigerFusedLinearUnpairedPreferenceBase as Unpaired
+    from liger_kernel.chunked_loss import (
+        LigerFusedLinearPPOBase as Rewarded,
+        LigerFusedLinearPreferenceBase as Pairs,
+        LigerFusedLinearUnpairedPreferenceBase as Unpaired,
+    )
 
     torch.manual_seed(0)
     x, w, b, y = torch.randn(4, 5, 8), torch.randn(11, 8), torch.randn(11), torch.randint(0, 11, (4, 5))

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from plots.drawing import Data
-from plots.drawing import Plot as Plot
-from plots.drawing import bar_label as bar_label
-from plots.drawing import finding as finding
+from plots.drawing import Data, Plot as Plot, bar_label as bar_label, finding as finding
 from plots.of_operators import operators as operators
-from plots.of_steps import length_curves as length_curves
-from plots.of_steps import steps as steps
+from plots.of_steps import length_curves as length_curves, steps as steps
 
 
 def plots_of(data: Data) -> Iterator[Plot]:

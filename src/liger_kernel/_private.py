@@ -14,9 +14,11 @@ import torch
 
 # Without it, operators would launch kernels on tensors that have shapes but no data: under
 # torch.compile, in export, and where the runtime estimates memory
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor as FakeTensor,
+    FakeTensorMode as FakeTensorMode,
+    unset_fake_temporarily as unset_fake_temporarily,
+)
 from torch.autograd import forward_ad
 from torch.optim import optimizer as _optimizers
 from torch.utils import _python_dispatch, checkpoint

@@ -22,11 +22,9 @@ from triton import knobs
 from triton.runtime import driver
 
 from liger_kernel import ops, warmup
-from liger_kernel.compile.launches import Mock
-from liger_kernel.compile.launches import launches as launches_of
+from liger_kernel.compile.launches import Mock, launches as launches_of
 from liger_kernel.compile.targets import TARGETS, CompileOnly, compiling_for
-from liger_kernel.ops._core import launch_config as _config
-from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops._core import launch_config as _config, operator as _op
 
 ARCH = "sm90"
 

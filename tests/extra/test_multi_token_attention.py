@@ -5,8 +5,7 @@ import torch
 from devices import DEVICE
 
 from liger_kernel.extra.softmax import softmax_fwd
-from liger_kernel.extra.sparsemax import reference as sparsemax
-from liger_kernel.extra.sparsemax import sparsemax_fwd
+from liger_kernel.extra.sparsemax import reference as sparsemax, sparsemax_fwd
 from liger_kernel.nn import LigerMultiTokenAttention
 from liger_kernel.transformers.functional import liger_multi_token_attention
 

@@ -9,12 +9,9 @@ import torch
 import torch.nn.functional as F
 from devices import DEVICE, assert_beside, leaves, needs_kernels
 
-from liger_kernel.extra.group_norm import group_norm
-from liger_kernel.extra.group_norm import reference as group_norm_reference
-from liger_kernel.extra.modulated_rms_norm import modulated_rms_norm
-from liger_kernel.extra.modulated_rms_norm import reference as modulated_rms_norm_reference
-from liger_kernel.extra.poly_norm import poly_norm
-from liger_kernel.extra.poly_norm import reference as poly_norm_reference
+from liger_kernel.extra.group_norm import group_norm, reference as group_norm_reference
+from liger_kernel.extra.modulated_rms_norm import modulated_rms_norm, reference as modulated_rms_norm_reference
+from liger_kernel.extra.poly_norm import poly_norm, reference as poly_norm_reference
 from liger_kernel.nn import (
     LigerGroupNorm,
     LigerModulatedRMSNorm,
@@ -24,8 +21,7 @@ from liger_kernel.nn import (
     liger_poly_norm,
 )
 from liger_kernel.ops import LigerGroupNormFunction, LigerModulatedRMSNormFunction, LigerPolyNormFunction
-from liger_kernel.ops._core import launch_config as _config
-from liger_kernel.ops._core import operator as _op
+from liger_kernel.ops._core import launch_config as _config, operator as _op
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.testing import like, run
 

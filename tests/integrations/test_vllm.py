@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from liger_kernel.engines import vllm as engine
-from liger_kernel.engines import vllm_answers
+from liger_kernel.engines import vllm as engine, vllm_answers
 from liger_kernel.ops import linear_logprobs
 
 LAYERS = "vllm.model_executor.layers"

@@ -14,10 +14,10 @@ from liger_kernel.ops.projections.float8_blocks import (
     cast,
     cast_reference,
     dense,
+    float8_blocks as made,
     in_float8,
     reference,
 )
-from liger_kernel.ops.projections.float8_blocks import float8_blocks as made
 from liger_kernel.ops.projections.weights import Operand
 
 ON = (BLOCK, BLOCK)

@@ -10,12 +10,10 @@ from torch import Tensor
 from watching import Watch, saved
 
 from liger_kernel.ops._core.operator import Case
-from liger_kernel.ops.projections import grouped_mm as _grouped_mm
-from liger_kernel.ops.projections import moe as moe_module
+from liger_kernel.ops.projections import grouped_mm as _grouped_mm, moe as moe_module
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.lora_moe import _args, lora_moe
-from liger_kernel.ops.projections.moe import adapted_moe
-from liger_kernel.ops.projections.moe import experts_in_torch as reference
+from liger_kernel.ops.projections.moe import adapted_moe, experts_in_torch as reference
 from liger_kernel.ops.projections.weights import Dequantized
 from liger_kernel.testing import assert_same_bits, like, run
 

@@ -15,8 +15,7 @@ from liger_kernel.compile.launches import distinct, launches
 from liger_kernel.compile.targets import compiling_for
 from liger_kernel.nn import LigerExperts
 from liger_kernel.ops import LigerFusedMoEFunction
-from liger_kernel.ops.projections import grouped_mm as _grouped_mm
-from liger_kernel.ops.projections import grouped_tma
+from liger_kernel.ops.projections import grouped_mm as _grouped_mm, grouped_tma
 from liger_kernel.ops.projections.lora_moe import lora_moe
 from liger_kernel.ops.projections.moe import moe, moe_route, reference
 from liger_kernel.testing import assert_as_accurate, assert_same_bits, differentiable, like, run

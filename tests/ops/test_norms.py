@@ -20,10 +20,8 @@ from liger_kernel.nn import (
 )
 from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerReLUSquaredFunction, rms_norm_backward, rms_norm_forward
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm
-from liger_kernel.ops.norms.fused_add_rms_norm import reference as fused_add_rms_norm_reference
-from liger_kernel.ops.norms.layer_norm import layer_norm
-from liger_kernel.ops.norms.layer_norm import reference as layer_norm_reference
+from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm, reference as fused_add_rms_norm_reference
+from liger_kernel.ops.norms.layer_norm import layer_norm, reference as layer_norm_reference
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.testing import assert_as_accurate, like
 

@@ -19,8 +19,7 @@ pytest.importorskip("transformers")
 import small_runs
 from small_runs import refused, save_model, small_run
 
-from liger_kernel.train import data as data_module
-from liger_kernel.train import files, folder, loop, ranks, store
+from liger_kernel.train import data as data_module, files, folder, loop, ranks, store
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.mistakes import writable
 

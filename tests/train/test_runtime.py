@@ -1073,8 +1073,7 @@ def test_a_cache_of_kernels_can_be_copied_and_read_from_an_image(tmp_path, monke
     pytest.importorskip("triton")
     from triton import knobs
 
-    from liger_kernel.compile.cache import BASE
-    from liger_kernel.compile.cache import LigerTritonFileCacheManager as Manager
+    from liger_kernel.compile.cache import BASE, LigerTritonFileCacheManager as Manager
 
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "built"))
     built = Manager("key")

@@ -20,10 +20,7 @@ pytest.importorskip("transformers")
 from processes import forkserver, run_script, until
 from small_runs import refused, small_run
 
-from liger_kernel.train import data as data_module
-from liger_kernel.train import loop
-from liger_kernel.train import records as records_module
-from liger_kernel.train import stream as stream_module
+from liger_kernel.train import data as data_module, loop, records as records_module, stream as stream_module
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.data import load
 from liger_kernel.train.records import BEGIN, Records

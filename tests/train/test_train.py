@@ -40,6 +40,7 @@ from small_runs import RUN, refused, small_run, write_jsonl
 from liger_kernel import cli
 from liger_kernel.train import (
     checkpoint,
+    data as data_module,
     demo,
     hub,
     loop,
@@ -51,9 +52,8 @@ from liger_kernel.train import (
     session,
     store,
     stream,
+    tokenise as tokenising,
 )
-from liger_kernel.train import data as data_module
-from liger_kernel.train import tokenise as tokenising
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.train.data import load
 from liger_kernel.train.files import COUNT, NUMBER, fits

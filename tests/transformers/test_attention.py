@@ -21,10 +21,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from liger_kernel.testing import assert_as_accurate
-from liger_kernel.testing import run as run_op
-from liger_kernel.train import loop
-from liger_kernel.train import model as train_model
+from liger_kernel.testing import assert_as_accurate, run as run_op
+from liger_kernel.train import loop, model as train_model
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.loop import evaluate
 from liger_kernel.train.token_rows import IGNORE, TokenRows

@@ -9,8 +9,7 @@ from torch import nn
 from watching import noted
 
 from liger_kernel.ops.projections.float8 import lacking
-from liger_kernel.transformers.head import loss as head_loss
-from liger_kernel.transformers.head import loss_functions
+from liger_kernel.transformers.head import loss as head_loss, loss_functions
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.head.head_weights import FP8
 

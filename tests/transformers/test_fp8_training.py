@@ -30,8 +30,7 @@ from liger_kernel.ops.projections import float8
 from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.ops.projections.linear import LinearsFunction
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
-from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
-from liger_kernel.transformers import fp8, projections_report, train_in_fp8
+from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch, fp8, projections_report, train_in_fp8
 from liger_kernel.transformers.head import loss as head_loss
 
 pytestmark = pytest.mark.skipif(

@@ -21,8 +21,7 @@ from transformers import (
 from liger_kernel.ops import linear_logprobs
 from liger_kernel.ops._core.invariance import is_invariant
 from liger_kernel.parallel import parallelize
-from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
-from liger_kernel.transformers import apply_liger_kernel_to_llama, restore
+from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch, apply_liger_kernel_to_llama, restore
 
 pytestmark = pytest.mark.usefixtures("exact_dots")
 SIZES = dict(

@@ -35,8 +35,7 @@ from liger_kernel import memory
 from liger_kernel.memory import offload as offloading
 from liger_kernel.ops.projections import tiled_mlp
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
-from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
-from liger_kernel.transformers import restore
+from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch, restore
 from liger_kernel.transformers.patching import patches, select
 from liger_kernel.transformers.patching.report import patches_report
 from liger_kernel.transformers.recognise import mlps

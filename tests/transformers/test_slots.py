@@ -28,11 +28,15 @@ from liger_kernel.transformers import (
     restore,
     table,
 )
-from liger_kernel.transformers.recognise import experts as experts_module
-from liger_kernel.transformers.recognise import slots
+from liger_kernel.transformers.recognise import experts as experts_module, slots
 from liger_kernel.transformers.recognise.activations import activation
-from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, modeling
-from liger_kernel.transformers.recognise.families import family as row_of
+from liger_kernel.transformers.recognise.families import (
+    CAUSAL,
+    IMAGE_TEXT_TO_TEXT,
+    configs_of,
+    family as row_of,
+    modeling,
+)
 
 TOLERANCE = 5e-5  # of the largest value of each gradient
 

@@ -12,8 +12,10 @@ from liger_kernel.chunked_loss.fused_linear_distillation import *
 from liger_kernel.chunked_loss.fused_linear_ppo import *
 from liger_kernel.chunked_loss.fused_linear_preference import *
 from liger_kernel.chunked_loss.fused_linear_unpaired_preference import *
-from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction as LigerFusedLinearGRPOFunction
-from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss
+from liger_kernel.chunked_loss.grpo_loss import (
+    LigerFusedLinearGRPOFunction as LigerFusedLinearGRPOFunction,
+    LigerFusedLinearGRPOLoss as LigerFusedLinearGRPOLoss,
+)
 from liger_kernel.chunked_loss.jsd_loss import *
 from liger_kernel.chunked_loss.kto_loss import *
 from liger_kernel.chunked_loss.orpo_loss import *

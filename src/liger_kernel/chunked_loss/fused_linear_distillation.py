@@ -26,8 +26,7 @@ from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.operator import acc, is_fake, once_differentiable, only_pytorch
 from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept
-from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check
-from liger_kernel.ops.losses.cross_entropy_rows import row_kernel as cross_entropy_rows
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check, row_kernel as cross_entropy_rows
 from liger_kernel.ops.losses.divergence.by_element import counted
 from liger_kernel.ops.losses.divergence.distillation import check_teacher
 from liger_kernel.ops.losses.divergence.linear_divergence import linear_divergence

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.compat.backends import declare_op_locations as declare_op_locations
-from liger_kernel.compat.backends import dispatch, register_ours
+from liger_kernel.compat.backends import declare_op_locations as declare_op_locations, dispatch, register_ours
 from liger_kernel.compat.functions import token_accuracy
 from liger_kernel.ops._core.operator import OPS
 from liger_kernel.ops.rotary.rope import in_place_of, once

@@ -10,8 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
-from liger_kernel.compile.architectures import TARGETS as TARGETS
-from liger_kernel.compile.architectures import Target
+from liger_kernel.compile.architectures import TARGETS as TARGETS, Target
 from liger_kernel.ops._core import launch_config
 
 

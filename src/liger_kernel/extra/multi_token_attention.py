@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.extra.softmax import softmax_bwd, softmax_fwd
-from liger_kernel.extra.sparsemax import reference as sparsemax_reference
-from liger_kernel.extra.sparsemax import sparsemax_bwd, sparsemax_fwd
+from liger_kernel.extra.sparsemax import reference as sparsemax_reference, sparsemax_bwd, sparsemax_fwd
 from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, op
 from liger_kernel.ops._core.operator import autocast_dtype, launcher, once_differentiable, rows_of, use_kernels
 

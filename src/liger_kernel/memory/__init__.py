@@ -33,8 +33,10 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_kernel import _private
 from liger_kernel.memory import offload
-from liger_kernel.memory.keep_attention import attention_operators as attention_operators
-from liger_kernel.memory.keep_attention import keeping_attention as keeping_attention
+from liger_kernel.memory.keep_attention import (
+    attention_operators as attention_operators,
+    keeping_attention as keeping_attention,
+)
 from liger_kernel.memory.offload import PLAIN, VIEWS, hooks_allowed, top_hooks
 
 __all__ = [

@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 
 from liger_kernel.compat.function_classes import LigerLlama4RopeFunction as LigerLlama4RopeFunction
-from liger_kernel.compat.functions import liger_llama4_text_rotary_pos_emb as liger_llama4_text_rotary_pos_emb
-from liger_kernel.compat.functions import liger_llama4_vision_rotary_pos_emb as liger_llama4_vision_rotary_pos_emb
+from liger_kernel.compat.functions import (
+    liger_llama4_text_rotary_pos_emb as liger_llama4_text_rotary_pos_emb,
+    liger_llama4_vision_rotary_pos_emb as liger_llama4_vision_rotary_pos_emb,
+)
 
 
 def apply_liger_llama4_rope_full(modeling_module: ModuleType) -> None:

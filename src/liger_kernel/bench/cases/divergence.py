@@ -13,9 +13,7 @@ from liger_kernel.bench.measured import Measured, Passing, real, timed
 from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence.by_element import jsd_kind, log_probs, probs
-from liger_kernel.ops.losses.divergence.linear_divergence import _heads as heads
-from liger_kernel.ops.losses.divergence.linear_divergence import _topk as topk
-from liger_kernel.ops.losses.divergence.linear_divergence import reference
+from liger_kernel.ops.losses.divergence.linear_divergence import _heads as heads, _topk as topk, reference
 from liger_kernel.ops.losses.divergence.logit_divergence import _pair as pair
 
 VOCABULARIES = (16384, 32768, 65536, 131072)

@@ -9,8 +9,7 @@ from liger_kernel.bench.measured import Measured, Passing, real
 from liger_kernel.extra.dyt import _tensors as dyt
 from liger_kernel.extra.group_norm import _tensors as groups
 from liger_kernel.extra.modulated_rms_norm import _tensors as modulated
-from liger_kernel.extra.poly_norm import _tensors as powers
-from liger_kernel.extra.poly_norm import reference
+from liger_kernel.extra.poly_norm import _tensors as powers, reference
 from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.activations.glu import ACTS
 from liger_kernel.ops.norms.fused_add_rms_norm import _tensors as added

@@ -11,14 +11,15 @@ import torch
 from liger_kernel.bench.measured import Measured, Passing, real, timed
 from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.activations.glu import ACTS
-from liger_kernel.ops.projections.lora import _layer as layer
-from liger_kernel.ops.projections.lora import _magnitudes as magnitudes
-from liger_kernel.ops.projections.lora import _mlp_args as lora_mlp
-from liger_kernel.ops.projections.lora import _qkv_args as lora_qkv
+from liger_kernel.ops.projections.lora import (
+    _layer as layer,
+    _magnitudes as magnitudes,
+    _mlp_args as lora_mlp,
+    _qkv_args as lora_qkv,
+)
 from liger_kernel.ops.projections.lora_moe import _args as lora_moe
 from liger_kernel.ops.projections.mlp import _args as mlp
-from liger_kernel.ops.projections.moe import _GPT_OSS as GPT_OSS
-from liger_kernel.ops.projections.moe import _routed as routed
+from liger_kernel.ops.projections.moe import _GPT_OSS as GPT_OSS, _routed as routed
 
 
 def _published(name: str) -> Any:

@@ -6,14 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.bench.measured import Measured, Passing, real, timed
-from liger_kernel.ops.recurrent.causal_conv1d import _gates as gates
-from liger_kernel.ops.recurrent.causal_conv1d import _tensors as channels
-from liger_kernel.ops.recurrent.gated_delta_rule import _states_of as states
-from liger_kernel.ops.recurrent.gated_delta_rule import _tensors as heads
+from liger_kernel.ops.recurrent.causal_conv1d import _gates as gates, _tensors as channels
+from liger_kernel.ops.recurrent.gated_delta_rule import _states_of as states, _tensors as heads
 from liger_kernel.ops.recurrent.kda import _tensors as kda_heads
 from liger_kernel.ops.recurrent.log_decay import _tensors as gates_of
-from liger_kernel.ops.recurrent.ssd import _states_of as ssd_states
-from liger_kernel.ops.recurrent.ssd import _tensors as scanned
+from liger_kernel.ops.recurrent.ssd import _states_of as ssd_states, _tensors as scanned
 
 
 def _causal_conv1d_torch(x: Tensor, w: Tensor, act: str | None):

@@ -39,10 +39,10 @@ from liger_kernel.ops.losses.cross_entropy_rows import (
     RowLosses,
     check,
     normaliser,
+    reference as cross_entropy_reference,
     row_kernel,
     statistics,
 )
-from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.float8_head import check_fp8, head_gradients
 from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.float8_training import RECIPES, float8_trained

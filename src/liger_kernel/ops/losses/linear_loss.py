@@ -33,13 +33,13 @@ from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, chun
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, row_kernel
 from liger_kernel.ops.losses.linear_cross_entropy import (
     Options,
+    apply as nll,
     checked,
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
     needed,
     tempered,
 )
-from liger_kernel.ops.losses.linear_cross_entropy import apply as nll
 
 
 @dataclass(frozen=True)

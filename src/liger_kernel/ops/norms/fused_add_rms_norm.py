@@ -32,8 +32,8 @@ from liger_kernel.ops.norms.rms_kernels import (
     backward_grid,
     check_norm,
     padded,
+    reference as rms_norm_reference,
 )
-from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
 
 
 def reference(x, residual, w, *, eps, offset, casting):

@@ -29,8 +29,7 @@ from liger_kernel.ops._core.operator import launch, launcher, once_differentiabl
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of, check_act
-from liger_kernel.ops.norms.rms_kernels import check_norm, scaled_rows
-from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
+from liger_kernel.ops.norms.rms_kernels import check_norm, reference as rms_norm_reference, scaled_rows
 
 # columns of dy, x, gate, the weight and a sum that the backward holds in registers: 8192 of fp32 do
 # not fit. The reference computes wider rows

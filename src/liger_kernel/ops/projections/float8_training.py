@@ -53,8 +53,7 @@ from liger_kernel.ops.projections.float8 import (
     product,
     transposed,
 )
-from liger_kernel.ops.projections.mxfp8 import BLOCK, mx_casts, mx_product
-from liger_kernel.ops.projections.mxfp8 import CAPABILITY as MX_CAPABILITY
+from liger_kernel.ops.projections.mxfp8 import BLOCK, CAPABILITY as MX_CAPABILITY, mx_casts, mx_product
 from liger_kernel.ops.projections.weights import Operand, Weight, added, as_dtype
 
 

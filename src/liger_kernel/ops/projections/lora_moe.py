@@ -24,6 +24,7 @@ from liger_kernel.ops._core.operator import as_index, use_kernels
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.moe import (
     _GPT_OSS,
+    _cost as _moe_cost,
     _routed,
     _scaled,
     _some_invalid,
@@ -31,7 +32,6 @@ from liger_kernel.ops.projections.moe import (
     check,
     experts_in_torch,
 )
-from liger_kernel.ops.projections.moe import _cost as _moe_cost
 
 
 def _cost(

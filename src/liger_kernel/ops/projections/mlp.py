@@ -32,8 +32,7 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, saving_hooks
-from liger_kernel.ops.activations.glu import MAXIMA, Form, check_act, glu_bwd_, glu_fwd
-from liger_kernel.ops.activations.glu import reference as glu_reference
+from liger_kernel.ops.activations.glu import MAXIMA, Form, check_act, glu_bwd_, glu_fwd, reference as glu_reference
 from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
 from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_maxima, known_amax, search
 from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast

@@ -18,15 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, launch_config, nbytes, op  # T is the sequence length here
-from liger_kernel.ops._core import T as T_
+from liger_kernel.ops._core import Case, Cost, T as T_, launch_config, nbytes, op  # T is the sequence length here
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import jit, load_tile, mask_of, next_power_of_2, store_tile, tl
-from liger_kernel.ops.norms.rms_kernels import CASTING
-from liger_kernel.ops.norms.rms_kernels import reference as rms_norm_reference
-from liger_kernel.ops.rotary.rope import CASTING as ROPE_CASTING
+from liger_kernel.ops.norms.rms_kernels import CASTING, reference as rms_norm_reference
 from liger_kernel.ops.rotary.rope import (
+    CASTING as ROPE_CASTING,
     _angles,
     _ids,
     _of_columns,
@@ -35,6 +33,7 @@ from liger_kernel.ops.rotary.rope import (
     fusing,
     load_angles,
     load_pairs,
+    reference as rope_reference,
     rotated_by_kernels,
     rounding,
     store_pairs,
@@ -43,7 +42,6 @@ from liger_kernel.ops.rotary.rope import (
     turned_dtype,
     unit_stride,
 )
-from liger_kernel.ops.rotary.rope import reference as rope_reference
 
 # columns of a head that a tile holds; the reference computes wider heads
 MAX_D = 1024

@@ -24,8 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, acc, launch_config, nbytes, op  # T is the sequence length here
-from liger_kernel.ops._core import T as T_
+from liger_kernel.ops._core import Case, Cost, T as T_, acc, launch_config, nbytes, op  # T is the sequence length here
 from liger_kernel.ops._core.operator import KERNEL_DTYPES, launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.tl import jit, mask_of, next_power_of_2, store_tile, tl
 

@@ -24,8 +24,7 @@ from liger_kernel.parallel import unsharded_class
 from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import fp8, trl_head
 from liger_kernel.transformers.head.head_weights import FP8, left_out
-from liger_kernel.transformers.merged_training import ROUNDED, is_merge_aware
-from liger_kernel.transformers.merged_training import said as merge_aware_said
+from liger_kernel.transformers.merged_training import ROUNDED, is_merge_aware, said as merge_aware_said
 from liger_kernel.transformers.patching.flags import flags_of, options_of
 from liger_kernel.transformers.patching.other_classes import classes_of, recognised
 from liger_kernel.transformers.patching.patches import is_ours, methods_of

@@ -44,10 +44,15 @@ from liger_kernel.ops.projections.linear import dtypes_of, linears
 from liger_kernel.ops.projections.packed_weights import PackedWeight
 from liger_kernel.ops.projections.weights import ByItsModule, Dense, Weight, dense
 from liger_kernel.transformers.recognise.packed_layers import compressed, packed_by_columns
-from liger_kernel.transformers.recognise.variant import Fallback as Fallback
-from liger_kernel.transformers.recognise.variant import are_numbers, decoding, plain, runs_its_class
-from liger_kernel.transformers.recognise.variant import loaded as loaded
-from liger_kernel.transformers.recognise.variant import of_package as of_package
+from liger_kernel.transformers.recognise.variant import (
+    Fallback as Fallback,
+    are_numbers,
+    decoding,
+    loaded as loaded,
+    of_package as of_package,
+    plain,
+    runs_its_class,
+)
 
 # As PyTorch has it: a patch of somebody else would be passed over by a node that multiplies by
 # itself

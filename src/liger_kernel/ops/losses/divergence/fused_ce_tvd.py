@@ -21,8 +21,7 @@ from torch import Tensor
 from liger_kernel.ops._core import checks
 from liger_kernel.ops._core.operator import Case, Cost, T, computed, launcher, nbytes, once_differentiable, op, rows_of
 from liger_kernel.ops.losses.cross_entropy import targets
-from liger_kernel.ops.losses.cross_entropy_rows import check
-from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
+from liger_kernel.ops.losses.cross_entropy_rows import check, reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.by_element import have_kernels
 from liger_kernel.ops.losses.divergence.distillation import Distillation, row_kernel, soft_losses
 

@@ -36,8 +36,7 @@ from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled, scaled_rows
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, only_hidden, regathered
 from liger_kernel.ops.losses.cross_entropy import items, targets
-from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS, check
-from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
+from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS, check, reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.by_element import counted, probs
 from liger_kernel.ops.losses.divergence.distillation import (
     DISTILLATION_SCHEMA,

@@ -23,8 +23,15 @@ from liger_kernel.patch_options import SWITCHES, PatchOptions
 from liger_kernel.train.adamw import FULLY_SHARDED, KINDS
 from liger_kernel.train.files import write
 from liger_kernel.train.mistakes import (
-    METAVAR, Parser, UserError as UserError, either, needs, regular, similar_file, unique,
-)  # fmt: skip
+    METAVAR,
+    Parser,
+    UserError as UserError,
+    either,
+    needs,
+    regular,
+    similar_file,
+    unique,
+)
 from liger_kernel.train.redact import MARK, in_a_line, redacted
 
 # variable with the URI of the store, where a config file has it without credentials

@@ -254,6 +254,8 @@ def _exists(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
+    except PermissionError:
+        pass  # it is another user's
     return True
 
 

@@ -26,8 +26,8 @@ EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 def nodes_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each node of the engine had, from now on."""
-    found = noted(monkeypatch, projections, "linears", lambda x, p, **_: len(p))
-    return noted(monkeypatch, mlps, "adapted_mlp", lambda x, first, down, **_: len(first) + 1, found)
+    found = noted(monkeypatch, projections, "linears", lambda x, p, **_: len(getattr(p, "projections", p)))
+    return noted(monkeypatch, mlps, "adapted_mlp", lambda x, first, down, **_: len(first.projections) + 1, found)
 
 
 def drawn(model: nn.Module) -> nn.Module:

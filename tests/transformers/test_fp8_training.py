@@ -57,7 +57,7 @@ def nodes(monkeypatch):
     """Names of the nodes that ran."""
     ran: list[str] = []
     for cls in (LinearsFunction, AdaptedMLPFunction):
-        noted(monkeypatch, cls, "apply", lambda *_, cls=cls: cls.__name__, ran)
+        noted(monkeypatch, cls, "forward", lambda *_, cls=cls: cls.__name__, ran)
     return ran
 
 

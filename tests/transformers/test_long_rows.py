@@ -67,9 +67,9 @@ def moved(monkeypatch) -> list[tuple[int, ...]]:
 def tiles(monkeypatch) -> list[int]:
     """How many tiles each MLP ran in, forward."""
     found = noted(monkeypatch, tiled_mlp.LigerTiledMLPFunction, "apply", lambda fn, m, x, n, *_: n)
-    of_node = AdaptedMLPFunction.apply
+    of_node = AdaptedMLPFunction.forward
     monkeypatch.setattr(
-        AdaptedMLPFunction, "apply", lambda *args: (args[9] > 1 and found.append(args[9])) or of_node(*args)
+        AdaptedMLPFunction, "forward", lambda *args: (args[10] > 1 and found.append(args[10])) or of_node(*args)
     )
     return found
 

@@ -1,10 +1,14 @@
 """Linear layers with PEFT's adapters run by the projection engine: what stock PEFT computes,
 whatever is switched, at each call."""
 
+import concurrent.futures
 import contextlib
 import copy
+import gc
 import linecache
+import pickle
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -558,14 +562,14 @@ CHANGES = {
     "ZeRO": lambda m: setattr(m.base_layer.weight, "ds_id", 1),
     "ZeRO of B": lambda m: setattr(m.lora_B["default"].weight, "ds_id", 1),
     **{
-        f"hook of {part}": lambda m, part=part: parts_of(m)[part].register_forward_hook(print) and None
+        f"hook of {part}": lambda m, part=part: parts_of(m)[part].register_forward_hook(print)
         for part in ("layer", "base", "A", "B", "dropout")
     },
     **{
         f"forward of {part}": lambda m, part=part: setattr(parts_of(m)[part], "forward", print)
         for part in ("layer", "base", "A", "B", "dropout")
     },
-    "backward hook": lambda m: m.base_layer.register_full_backward_pre_hook(print) and None,
+    "backward hook": lambda m: m.base_layer.register_full_backward_pre_hook(print),
     "hook of all modules": lambda m: nn.modules.module.register_module_forward_hook(lambda *a: None),
     "forward of the class": lambda m: of_the_class(type(m), "forward", lambda self, x: x),
     "forward of linear layers": lambda m: of_the_class(nn.Linear, "forward", lambda self, x: x),
@@ -575,7 +579,7 @@ CHANGES = {
 def answer(found) -> tuple:
     if isinstance(found, projections.Fallback):
         return ("left", str(found))
-    adapters = [(id(a.a), id(a.b), id(a.bias), a.scale, a.dropout) for a in found.adapters]
+    adapters = [(id(a.a), id(a.b), id(a.bias), a.a.device, a.scale, a.dropout) for a in found.adapters]
     return (
         type(found.weight),
         found.weight.shape,
@@ -586,32 +590,95 @@ def answer(found) -> tuple:
     )
 
 
+def found_by_a_node(m: nn.Module):
+    """What a node would run now, as it is kept from call to call."""
+    return projections.kept(_itself, torch.ones(1, m.in_features), [m])[0]
+
+
+def _itself(found, x):
+    return found
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_a_layer_is_seen_at_the_next_call(change):
     model = adapted(targets=["q_proj"], lora_dropout=0.5)
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
     m = lora(model, "q_proj")
-    read = lambda: projections.projection(m, torch.float32)
-    first = answer(read())
-    assert answer(read()) == first and read().adapters  # nothing has changed
+    first = found_by_a_node(m)
+    assert found_by_a_node(m) is first  # nothing has changed: kept
     undo = CHANGES[change](m)
     with undo if hasattr(undo, "__enter__") else contextlib.nullcontext():
         try:
-            assert answer(read()) != first
+            changed = answer(found_by_a_node(m))
+            assert changed != answer(first) and changed == answer(projections.projection(m, torch.float32))
         finally:
             if hasattr(undo, "remove"):
                 undo.remove()
+    if hasattr(undo, "remove") or hasattr(undo, "__enter__"):
+        assert answer(found_by_a_node(m)) == answer(first)
+
+
+BACK = {
+    "enabled": (lambda m: m.enable_adapters(False), lambda m: m.enable_adapters(True)),
+    "set": (lambda m: m.set_adapter("other"), lambda m: m.set_adapter("default")),
+    "taken out": (lambda m: m.merge(), lambda m: m.unmerge()),
+    "scale": (lambda m: m.scale_layer(0.5), lambda m: m.unscale_layer()),
+    "training": (lambda m: m.eval(), lambda m: m.train()),
+    "dtypes": (lambda m: m.double(), lambda m: m.float()),
+    "device": (lambda m: m.lora_A["default"].to("meta"), lambda m: m.lora_A["default"].to_empty(device="cpu")),
+}
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_a_change_of_a_layer_that_is_taken_back(name):
+    model = adapted(targets=["q_proj"], lora_dropout=0.5)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    m, seen = lora(model, "q_proj"), [None]
+    for change in (lambda m: None, *BACK[name]):
+        change(m)
+        seen.append(answer(found_by_a_node(m)))
+        assert seen[-1] == answer(projections.projection(m, torch.float32)) != seen[-2]
+
+
+def test_who_learns_is_asked_at_each_call(ran):
+    model = patch(adapted(targets=["q_proj"]))
+    m = lora(model, "q_proj")
+    learning = lambda: (step(model, tokens(**BATCH)), {n for n, p in m.named_parameters() if p.grad is not None})[1]
+    before = learning()
+    m.lora_A["default"].weight.requires_grad_(False)
+    m.base_layer.weight.requires_grad_(True)
+    model.zero_grad()
+    assert learning() == before - {"lora_A.default.weight"} | {"base_layer.weight"}
+
+
+def test_what_is_kept_of_a_layer_is_no_part_of_it():
+    """Copies, pickles and threads have no part in it, and it goes with its layer."""
+    m = lora(adapted(targets=["q_proj"]), "q_proj")
+    names = set(vars(m))
+    first = found_by_a_node(m)
+    for other in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert vars(other).keys() == names
+        assert found_by_a_node(other).adapters[0].a is other.lora_A["default"].weight
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert set(threads.map(found_by_a_node, [m] * 64)) == {first}
+    kept, alive = len(projections._KEPT), weakref.ref(first)
+    del m, first, other
+    gc.collect()
+    assert alive() is None and len(projections._KEPT) < kept
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_change_of_a_layer_in_four_bits_is_seen_at_the_next_call():
     m = lora(quantised("nf4 double"), "q_proj")
-    read = lambda: projections.projection(m, torch.float32).weight
-    assert isinstance(read(), Dequantized)
+    read = lambda: found_by_a_node(m).weight
+    assert isinstance(read(), Dequantized) and read() is read()
     m.base_layer.compute_dtype = torch.bfloat16
     assert "computes in torch.bfloat16" in read().why
     m.base_layer.compute_dtype = torch.float32
-    assert isinstance(read(), Dequantized)
+    found = read()
+    assert isinstance(found, Dequantized)
+    m.base_layer.weight.data = m.base_layer.weight.data.clone()  # it is held by its memory
+    assert read() is not found
     m.base_layer.weight.quant_state = None
     assert "without its state" in read().why
 

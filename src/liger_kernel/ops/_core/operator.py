@@ -280,6 +280,12 @@ def results_are_kept() -> bool:
     return any(isinstance(mode, KEEPING_MODES) for mode in dispatch_mode_stack())
 
 
+def free_to_write() -> bool:
+    """Whether a result is new memory, to which its maker may write and which it may give another shape: nobody
+    records or keeps it."""
+    return not _compiling() and (not dispatch_modes() or not results_are_kept())
+
+
 def tracing(x: Tensor) -> bool:
     """Whether only shapes are needed: inside a fake kernel, or on the meta device."""
     return _tracing.get() or (x.is_meta and _intercept is None)
@@ -526,12 +532,12 @@ def acc(dtype: torch.dtype) -> torch.dtype:
 def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
     """The new, contiguous ``y`` in another shape, but not as a view: users may write to what a
     Function returns, and autograd refuses that for views."""
-    return y.view(shape) if torch.compiler.is_compiling() or results_are_kept() else y.resize_(shape)
+    return y.resize_(shape) if free_to_write() else y.view(shape)
 
 
 def swapped(y: Tensor) -> Tensor:
     """The new ``y`` with dims 1 and 2 exchanged, but not as a view."""
-    return y.transpose(1, 2) if torch.compiler.is_compiling() or results_are_kept() else y.transpose_(1, 2)
+    return y.transpose_(1, 2) if free_to_write() else y.transpose(1, 2)
 
 
 def computed(x: Tensor) -> Tensor:

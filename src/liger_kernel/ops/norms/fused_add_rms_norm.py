@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_kernel._private import apply_node
 from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op
 from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
@@ -167,7 +168,7 @@ def fused_add_rms_norm(
         raise ValueError(f"fused_add_rms_norm: residual must have shape {tuple(x.shape)}, got {tuple(residual.shape)}")
     if not (use_kernels(x, fusible=True) and (residual is None or use_kernels(residual))):
         return reference(x, residual, w, eps=eps, offset=offset, casting=casting)
-    return LigerFusedAddRMSNormFunction.apply(x, residual, w, eps, offset, casting)
+    return apply_node(LigerFusedAddRMSNormFunction, x, residual, w, eps, offset, casting)
 
 
 def rms_norm_of_sum(s: Tensor, w: Tensor | None, *, eps: float, offset: float, casting: str) -> Tensor:

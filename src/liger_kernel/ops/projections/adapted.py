@@ -21,17 +21,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import acc, rows_of
-from liger_kernel.ops.projections.float8_training import search
+from liger_kernel.ops.projections.float8_training import Float8Trained, search
 from liger_kernel.ops.projections.magnitude import dot_columns, row_norms, times_columns
 from liger_kernel.ops.projections.weights import Operand, Weight, add_product, added, as_dtype
 
@@ -89,9 +90,6 @@ class Projection:
 
     def of(self, tensors: Sequence[Tensor | None]) -> Projection:
         """The same projection with other tensors, which come in the order of ``tensors``."""
-        # the forward: nothing was exchanged, and nothing need be built
-        if all(one is other for one, other in zip(tensors, self.tensors())):
-            return self
         learnable, bias, magnitude, *rest = tensors
         adapters = tuple(
             dataclasses.replace(a, a=rest[3 * j], b=rest[3 * j + 1], bias=rest[3 * j + 2])
@@ -102,44 +100,70 @@ class Projection:
 
 class _Stack(NamedTuple):
     """Adapters that read the same input: several that read x, or one that reads x after its
-    dropout. ``spans``: the stacked rows of each."""
+    dropout. ``sizes``: the stacked rows of each."""
 
     adapters: list[tuple[int, int]]  # projection, adapter
-    spans: list[slice]
+    numbers: list[int]  # of each among all adapters
+    sizes: list[int]
     rows: int
     dropout: float
 
 
 class _Place(NamedTuple):
-    """Where an adapter is: the index of its stack, its rows there (None if it is alone), and its
-    number among all adapters."""
+    """Where an adapter is: the index of its stack, its rows there, and its number among all
+    adapters."""
 
     stack: int
-    span: slice | None
+    span: slice
     number: int
 
 
-def _layout(adapters: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[list[_Stack], list[list[_Place]]]:
+def _layout(adapters: list[list[tuple[int, float]]]) -> tuple[list[_Stack], list[list[_Place]]]:
     """The stacks of adapters, and the places of those of each projection, from the rank and
     dropout of each adapter of each projection."""
     every = [(i, j) for i, own in enumerate(adapters) for j in range(len(own))]
     # adapters with dropout see inputs of their own, each with its own mask
     plain = [(i, j) for i, j in every if not adapters[i][j][1]]
-    stacks = []
+    stacks: list[_Stack] = []
+    found: dict[tuple[int, int], tuple[int, slice]] = {}
     for group in [plain] * bool(plain) + [[at] for at in every if at not in plain]:
         ends = list(itertools.accumulate((adapters[i][j][0] for i, j in group), initial=0))
         i, j = group[0]
-        stacks.append(_Stack(group, [slice(*span) for span in itertools.pairwise(ends)], ends[-1], adapters[i][j][1]))
-    found = {
-        at: (s, span if len(stack.adapters) > 1 else None)
-        for s, stack in enumerate(stacks)
-        for at, span in zip(stack.adapters, stack.spans)
-    }
+        sizes = [adapters[i][j][0] for i, j in group]
+        stacks.append(_Stack(group, [every.index(at) for at in group], sizes, ends[-1], adapters[i][j][1]))
+        found |= {at: (len(stacks) - 1, slice(*span)) for at, span in zip(group, itertools.pairwise(ends))}
     numbers = itertools.count()
     return stacks, [[_Place(*found[i, j], next(numbers)) for j in range(len(own))] for i, own in enumerate(adapters)]
 
 
-_known_layout = functools.lru_cache(256)(_layout)
+class Group:
+    """Projections of one input, with all that follows from them alone: who calls them again and
+    again keeps it."""
+
+    def __init__(self, projections: Sequence[Projection]):
+        self.projections = tuple(projections)
+        each = [p.tensors() for p in projections]
+        self.tensors = [t for own in each for t in own]
+        # of each projection in the list of all tensors
+        ends = list(itertools.accumulate(map(len, each), initial=0))
+        self.parts = [slice(*part) for part in itertools.pairwise(ends)]
+        self.stacks, self.places = _layout([[(a.a.shape[0], a.dropout) for a in p.adapters] for p in projections])
+        # the largest values of operands are searched, or casts of them kept
+        self.casts = any([isinstance(p.weight, Float8Trained) for p in projections])
+
+    def of(self, tensors: Sequence[Tensor | None]) -> Group:
+        """The same projections with other tensors, which come in the order of ``tensors``."""
+        # hooks may have moved saved tensors; mostly nothing was exchanged, and nothing need be built
+        if all(map(operator.is_, tensors, self.tensors)):
+            return self
+        other = copy.copy(self)
+        other.projections = tuple([p.of(own) for p, own in zip(self.projections, self.split(tensors))])
+        other.tensors = list(tensors)
+        return other
+
+    def split(self, values: Sequence) -> list[Sequence]:
+        """Values in the order of ``tensors``, for each projection."""
+        return [values[part] for part in self.parts]
 
 
 def may_overflow(dtype: torch.dtype, thin: torch.dtype) -> bool:
@@ -151,15 +175,12 @@ def may_overflow(dtype: torch.dtype, thin: torch.dtype) -> bool:
 class Projections:
     """The projections of one input while a node runs."""
 
-    def __init__(self, projections: Sequence[Projection], dtype: torch.dtype, thin: torch.dtype):
-        self.projections, self.dtype, self.thin = projections, dtype, thin
+    def __init__(self, group: Group, dtype: torch.dtype, thin: torch.dtype):
+        self.group, self.projections, self.dtype, self.thin = group, group.projections, dtype, thin
         self.adding = (
             thin if may_overflow(dtype, thin) else dtype
         )  # the dtype of the products of thin tensors that add to y and dx
-        layout = _layout if torch.compiler.is_compiling() else _known_layout  # a compiler warns of caches
-        self.stacks, self.places = layout(
-            tuple([tuple([(a.a.shape[0], a.dropout) for a in p.adapters]) for p in projections])
-        )
+        self.stacks, self.places = group.stacks, group.places
         self.As: list = []
         self.bs: list = []
         self.xas: list = []
@@ -178,7 +199,8 @@ class Projections:
         everything that has another dtype or place."""
         # parts of a stack are copied into it; what needs neither a cast nor a place stays where it
         # is
-        there, here = [], []
+        there: list[Tensor] = []
+        here: list[Tensor] = []
         self.As, self.bs = [], []
         for stack in self.stacks:
             parts = [self._of(at).a for at in stack.adapters]
@@ -186,7 +208,7 @@ class Projections:
             if len(parts) > 1 or whole.dtype != self.thin:
                 whole = whole.new_empty(stack.rows, whole.shape[1], dtype=self.thin)
                 there += parts
-                here += [whole[span] for span in stack.spans] if len(parts) > 1 else [whole]
+                here += whole.split_with_sizes(stack.sizes) if len(parts) > 1 else [whole]
             self.As.append(whole)
         for b in (a.b for p in self.projections for a in p.adapters):
             self.bs.append(b if b.dtype == self.thin else torch.empty_like(b, dtype=self.thin))
@@ -201,7 +223,7 @@ class Projections:
         there must be no dropout and no magnitude."""
         # once for all tiles
         self._cast()
-        self.projections = [dataclasses.replace(p, weight=p.weight.opened(self.dtype)) for p in self.projections]
+        self.projections = tuple([dataclasses.replace(p, weight=p.weight.opened(self.dtype)) for p in self.projections])
         self.masks = [None] * len(self.As)
 
     def part(self, x: Tensor) -> Projections:
@@ -209,7 +231,7 @@ class Projections:
         first."""
         # casts and weights are shared; only the thin products are those of the tile
         part = copy.copy(self)
-        part.xas = [x.to(self.thin) @ a.t() for a in self.As]
+        part.xas = [F.linear(as_dtype(x, self.thin), a) for a in self.As]
         return part
 
     def apply_a(self, x: Tensor) -> None:
@@ -219,7 +241,7 @@ class Projections:
         for stack, a in zip(self.stacks, self.As):
             seen, mask = torch.native_dropout(x, stack.dropout, True) if stack.dropout else (x, None)
             # one product for all adapters of a stack
-            self.xas.append(as_dtype(seen, self.thin) @ a.t())
+            self.xas.append(F.linear(as_dtype(seen, self.thin), a))
             self.masks.append(mask)
 
     def outputs(self, rows: Operand, out: Tensor | None = None) -> list[Tensor]:
@@ -228,16 +250,15 @@ class Projections:
         ys: list[Tensor] = []
         self.zs, self.norms = [], []
         # FP8: the largest values of all operands in one launch
-        search((p.weight, rows) for p in self.projections)
+        if self.group.casts:
+            search((p.weight, rows) for p in self.projections)
+        xas = self._parts(self.xas)
         for i, p in enumerate(self.projections):
             # a product that cannot add to y runs first
             y = None if p.weight.accumulates else p.weight.forward(rows, None)
             wide: Tensor | None = None
             for adapter, place in zip(p.adapters, self.places[i]):
-                xa, b = (
-                    as_dtype(t, self.adding)
-                    for t in (_columns(self.xas[place.stack], place.span), self.bs[place.number])
-                )
+                xa, b = as_dtype(xas[place.number], self.adding), as_dtype(self.bs[place.number], self.adding)
                 # the thin product is written first, the large one adds to it in its epilogue
                 if self.adding == self.dtype:
                     y = add_product(y, xa, b.t(), adapter.scale, out)
@@ -251,7 +272,7 @@ class Projections:
                 y = out.copy_(y)
             if p.magnitude is not None:
                 ((stack, span, number),) = self.places[i]
-                a = self.As[stack] if span is None else self.As[stack][span]
+                a = self.As[stack][span]
                 self.zs.append(y)
                 # of the dense weight with its adapter: made for this, and not kept
                 self.norms.append(row_norms(p.weight.dense(self.dtype), a, self.bs[number], p.adapters[0].scale))
@@ -269,6 +290,14 @@ class Projections:
         ]
         return [added(y, _summed_bias(p)) for p, y in zip(self.projections, ys)]
 
+    def _parts(self, thin: list[Tensor]) -> dict[int, Tensor]:
+        """The columns of each adapter in the products of all stacks."""
+        found: dict[int, Tensor] = {}
+        for stack, whole in zip(self.stacks, thin):
+            parts = whole.split_with_sizes(stack.sizes, 1) if stack.sizes[1:] else (whole,)
+            found.update(zip(stack.numbers, parts))
+        return found
+
     def _scaled(self, z: Tensor, magnitude: Tensor, norm: Tensor) -> Tensor:
         return as_dtype(times_columns(z, magnitude / norm), self.dtype)
 
@@ -277,15 +306,17 @@ class Projections:
     ) -> tuple[Callable[[Sequence[Tensor | None]], Operand], list[Tensor | None]]:
         """What the backward needs from x, and a function that makes the rows from it: x itself,
         or what trained weights need. Call ``outputs`` first."""
+        if self.stacks:  # adapters multiply x itself
+            return rows_again, [x]
         trained = [
             p.weight for p in self.projections if p.weight.learnable is not None and p.weight.learnable.requires_grad
         ]
-        # a trained weight in FP8 needs a cast of x and not x; adapters multiply x itself
-        if not trained and not any(self.places):  # frozen weights alone: nobody reads x again
+        if not trained:  # frozen weights alone: nobody reads x again
             nothing = rows.rows.new_empty(0)
             return lambda saved: Operand(nothing), []
-        found = [] if any(self.places) else [weight.of_input(rows) for weight in trained]  # adapters need x itself
-        first = found[0] if found else None
+        # a trained weight in FP8 needs a cast of x and not x
+        found = [weight.of_input(rows) for weight in trained]
+        first = found[0]
         # weights that need different things of x share x itself
         if first is None or any(other is None or other[0] != first[0] for other in found):
             return rows_again, [x]
@@ -310,16 +341,11 @@ class Projections:
 
     def restore(self, kept: Sequence[Tensor | None]) -> None:
         """Put back what the forward saved: the tensors of ``kept()`` or of ``products_of_a()``."""
-        kept, many = list(kept), len(self.stacks)
-        first = lambda n: [kept.pop(0) for _ in range(n)]
-        self.As, self.bs, self.xas, self.masks = (
-            first(many),
-            first(sum(map(len, self.places))),
-            first(many),
-            first(many),
-        )
-        # what is left: as many z as norms
-        self.zs, self.norms = kept[: len(kept) // 2], kept[len(kept) // 2 :]
+        many = len(self.stacks)
+        sizes, each = (many, sum(map(len, self.places)), many, many), iter(kept)
+        self.As, self.bs, self.xas, self.masks = [list(itertools.islice(each, n)) for n in sizes]
+        left = list(each)  # as many z as norms
+        self.zs, self.norms = left[: len(left) // 2], left[len(left) // 2 :]
 
     def thin_gradients(self, dy_rows: Sequence[Operand], need: Sequence[Sequence[bool]]) -> None:
         """Compute the gradients that need the gradients of the y's but not x: those of the B's,
@@ -329,6 +355,7 @@ class Projections:
         self.grads = [[None] * len(n) for n in need]
         self.dxas = [dys[0].new_empty(dys[0].shape[0], stack.rows, dtype=self.thin) for stack in self.stacks]
         zs, norms = iter(self.zs), iter(self.norms)
+        xas, dxas = self._parts(self.xas), self._parts(self.dxas)
         for i, p in enumerate(self.projections):
             dy, grad, needs = dys[i], self.grads[i], need[i]
             # one sum for the bias of the layer and those of its adapters
@@ -343,19 +370,19 @@ class Projections:
                 dy = times_columns(dy, p.magnitude / norm)
                 self.dy_rows[i] = Operand(dy)
             wide = as_dtype(dy, self.thin) if p.adapters else dy
-            for j, (adapter, (s, span, n)) in enumerate(zip(p.adapters, self.places[i])):
-                dxa = _columns(self.dxas[s], span)
+            for j, (adapter, (_, _, n)) in enumerate(zip(p.adapters, self.places[i])):
                 # straight into its columns of the stack's gradient
-                torch.addmm(dxa, wide, self.bs[n], beta=0, alpha=adapter.scale, out=dxa)
+                torch.addmm(dxas[n], wide, self.bs[n], beta=0, alpha=adapter.scale, out=dxas[n])
                 if needs[3 + 3 * j + 1]:
-                    grad[3 + 3 * j + 1] = add_product(None, wide.t(), _columns(self.xas[s], span), adapter.scale)
+                    grad[3 + 3 * j + 1] = add_product(None, wide.t(), xas[n], adapter.scale)
                 if needs[3 + 3 * j + 2]:
                     grad[3 + 3 * j + 2] = total * adapter.scale
 
     def input_gradient(self, out: Tensor | None = None) -> Tensor:
         """Return dx (M, K), in ``out`` if it is given."""
         dx: Tensor | None = None
-        search((p.weight, dy) for p, dy in zip(self.projections, self.dy_rows))
+        if self.group.casts:
+            search((p.weight, dy) for p, dy in zip(self.projections, self.dy_rows))
         for p, dy in zip(self.projections, self.dy_rows):
             if not p.weight.accumulates:
                 dx = p.weight.backward(dy, dx)
@@ -399,11 +426,13 @@ class Projections:
                     else torch.ops.aten.native_dropout_backward(x.rows, mask, 1 / (1 - stack.dropout))
                 )
                 da = dxa.t() @ as_dtype(seen, self.thin)
-                for (i, j), span in zip(stack.adapters, stack.spans):
-                    self.grads[i][3 + 3 * j] = da[span] if len(stack.spans) > 1 else da
+                parts = da.split_with_sizes(stack.sizes) if stack.sizes[1:] else (da,)
+                for (i, j), part in zip(stack.adapters, parts):
+                    self.grads[i][3 + 3 * j] = part
         flat: list[Tensor | None] = []
         there: list[Tensor] = []
         here: list[Tensor] = []
+        tensors = self.group.split(self.group.tensors)
         for i, (p, dy, grad, needs) in enumerate(zip(self.projections, self.dy_rows, self.grads, need)):
             total = None if totals is None else totals[i]
             # tiles: all of them add to one sum
@@ -411,7 +440,7 @@ class Projections:
                 p.weight.add_gradient(total, dy, x)
             elif needs[0]:
                 grad[0] = p.weight.gradient(dy, x)
-            for place, (g, n, t) in enumerate(zip(grad, needs, p.tensors())):
+            for place, (g, n, t) in enumerate(zip(grad, needs, tensors[i])):
                 if g is None or not n or t is None:
                     g = None
                 elif place >= 3 and g.dtype != t.dtype:  # of an adapter, so small that all may be there in both dtypes
@@ -437,17 +466,13 @@ class Projections:
         flat: list[Tensor | None] = []
         for i, p in enumerate(self.projections):
             # a layer by itself, so that the casts of one gradient are freed before the next is cast
-            one, dy = Projections((p,), self.dtype, self.thin), dys.pop(0)
+            one, dy = Projections(Group((p,)), self.dtype, self.thin), dys.pop(0)
             one.restore([])
             one.thin_gradients([dy], need[i : i + 1])
             dx = p.weight.backward(dy, dx) if need_x else None
             flat += one.weight_gradients(x, need[i : i + 1], None if totals is None else totals[i : i + 1])
             del dy
         return dx, flat
-
-
-def _columns(t: Tensor, span: slice | None) -> Tensor:
-    return t if span is None else t[:, span]
 
 
 def rows_again(saved: Sequence[Tensor | None]) -> Operand:

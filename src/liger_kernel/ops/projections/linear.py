@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from liger_kernel import memory
+from liger_kernel._private import apply_node
 from liger_kernel.ops._core.operator import autocast_dtype, once_differentiable, refuse_graphs, rows_of, shaped
-from liger_kernel.ops.projections.adapted import Projection, Projections
+from liger_kernel.ops.projections.adapted import Group, Projection, Projections
 from liger_kernel.ops.projections.weights import Operand, as_dtype
 
 
@@ -52,53 +52,36 @@ def dtypes_of(x: Tensor, projections: Sequence[Projection]) -> tuple[torch.dtype
     return x.dtype, thin
 
 
-def flat(projections: Sequence[Projection]) -> list[Tensor | None]:
-    """All tensors of projections that may have a gradient."""
-    return list(chain.from_iterable(p.tensors() for p in projections))
-
-
-def split(values: Sequence, projections: Sequence[Projection]) -> list[list]:
-    """Undo ``flat``: the values of each projection in a list."""
-    values, parts = list(values), []
-    for p in projections:
-        # weight, bias, magnitude; a, b and bias of each adapter
-        n = 3 + 3 * len(p.adapters)
-        parts.append(values[:n])
-        values = values[n:]
-    return parts
-
-
 class LinearsFunction(torch.autograd.Function):
-    """``apply(x, projections, thin dtype, *their tensors)`` returns a tuple with the y of each
+    """``apply(x, group, thin dtype, *its tensors)`` returns a tuple with the y of each
     projection. x has the dtype of the products."""
 
     @staticmethod
-    def forward(ctx, x, projections, thin, *tensors):
-        ctx.projections, ctx.thin = projections, thin
+    def forward(ctx, x, group, thin, *tensors):
+        ctx.group, ctx.thin = group, thin
         with without_autocast(x.device.type):
-            node = Projections(projections, x.dtype, thin)
-            rows = Operand(rows_of(x), learns=any(ctx.needs_input_grad), stays=stays(x))
+            node = Projections(group, x.dtype, thin)
+            rows = Operand(rows_of(x), learns=any(ctx.needs_input_grad), stays=group.casts and stays(x))
             node.apply_a(rows.rows)
             ys = node.outputs(rows)
             ctx.rows_again, of_x = node.input_kept(rows, x)
         # where x ends and what the node kept begins
         ctx.shape, ctx.places = x.shape, (len(of_x), len(of_x) + len(tensors))
         ctx.save_for_backward(*of_x, *tensors, *node.kept())
-        return tuple(shaped(y, (*x.shape[:-1], y.shape[1])) for y in ys)
+        return tuple([shaped(y, (*x.shape[:-1], y.shape[1])) for y in ys])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
         saved, (begin, end) = ctx.saved_tensors, ctx.places
-        x, tensors = ctx.rows_again(saved[:begin]), saved[begin:end]
-        need_x, _, _, *needs = ctx.needs_input_grad
+        x = ctx.rows_again(saved[:begin])
         # hooks may have moved tensors: the saved ones, not those of the forward
-        projections = [p.of(t) for p, t in zip(ctx.projections, split(tensors, ctx.projections))]
-        node = Projections(projections, dys[0].dtype, ctx.thin)
+        group = ctx.group.of(saved[begin:end])
+        node = Projections(group, dys[0].dtype, ctx.thin)
         node.restore(saved[end:])
-        need = split(needs, projections)
+        need = group.split(ctx.needs_input_grad[3:])
         node.thin_gradients([Operand(rows_of(dy)) for dy in dys], need)
-        dx = node.input_gradient().view(ctx.shape) if need_x else None
+        dx = node.input_gradient().view(ctx.shape) if ctx.needs_input_grad[0] else None
         return dx, None, None, *node.weight_gradients(x, need)
 
 
@@ -129,9 +112,10 @@ def stays(x: Tensor) -> bool:
     return _SAVE_OUTPUT.fullmatch(node.name()) is not None
 
 
-def linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
+def linears(x: Tensor, projections: Sequence[Projection] | Group) -> tuple[Tensor, ...]:
     """y (..., N) of each projection of x (..., K), in the dtype of autocast if it is on, else in
     the dtype of x."""
     refuse_graphs("linears", "products in FP8 have gradients of their own")  # others do not come here then
-    dtype, thin = dtypes_of(x, projections)
-    return LinearsFunction.apply(as_dtype(x, dtype), tuple(projections), thin, *flat(projections))
+    group = projections if isinstance(projections, Group) else Group(projections)
+    dtype, thin = dtypes_of(x, group.projections)
+    return apply_node(LinearsFunction, as_dtype(x, dtype), group, thin, *group.tensors)

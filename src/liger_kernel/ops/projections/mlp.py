@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_kernel._private import apply_node
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, nbytes, op
 from liger_kernel.ops._core.operator import (
     autocast_dtype,
@@ -33,9 +34,9 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops.activations.glu import MAXIMA, Form, check_act, glu_bwd_, glu_fwd, reference as glu_reference
-from liger_kernel.ops.projections.adapted import Projection, Projections, rows_again
+from liger_kernel.ops.projections.adapted import Group, Projection, Projections, rows_again
 from liger_kernel.ops.projections.float8_training import Float8Trained, glu_and_maxima, known_amax, search
-from liger_kernel.ops.projections.linear import dtypes_of, flat, split, stays, without_autocast
+from liger_kernel.ops.projections.linear import dtypes_of, stays, without_autocast
 from liger_kernel.ops.projections.tiled_mlp import TILE
 from liger_kernel.ops.projections.weights import Dense, Dequantized, Operand, as_dtype
 
@@ -204,7 +205,7 @@ def mlp(
 
 
 class AdaptedMLPFunction(torch.autograd.Function):
-    """``apply(x, projections of x, down, thin dtype, act, gate_multiplier, down_multiplier,
+    """``apply(x, group of x, group of down, thin dtype, act, gate_multiplier, down_multiplier,
     recompute, ends, tiles, *their tensors)``: ``LigerMLPFunction`` for any ``Projection``: gate and
     up, or one projection that is both side by side.
 
@@ -215,30 +216,33 @@ class AdaptedMLPFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, first, down, thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *tensors):
-        ctx.projections, ctx.thin, ctx.form = (first, (down,)), thin, (act, *_form(gate_multiplier, down_multiplier))
+    def forward(ctx, x, inner, outer, thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles, *tensors):
+        ctx.groups, ctx.thin, ctx.form = (inner, outer), thin, (act, *_form(gate_multiplier, down_multiplier))
         hooks, owner = saving_hooks()
         ctx.unshared, ctx.packed, ctx.recompute = owner in HARMLESS, None, recompute
-        checkpointed = hooks is not None and owner == CHECKPOINT
-        tileable = checkpointed and ends and all(map(_tileable, (*first, down)))
+        checkpointed, (down,) = hooks is not None and owner == CHECKPOINT, outer.projections
+        casts = inner.casts or outer.casts
+        tileable = checkpointed and ends and all(map(_tileable, (*inner.projections, down)))
         ctx.tiles = _tiles(x.numel() // max(1, x.shape[-1]), tiles) if tiles > 1 or tileable else []
         if ctx.tiles and checkpointed:
             ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
         with without_autocast(x.device.type):
-            gate_up, last = (Projections(p, x.dtype, thin) for p in ctx.projections)
+            gate_up, last = Projections(inner, x.dtype, thin), Projections(outer, x.dtype, thin)
             # a caller that recomputes keeps x: casts of it need not outlive the forward
-            rows, of_x = Operand(rows_of(x), learns=any(ctx.needs_input_grad), stays=recompute or stays(x)), [x]
+            stay, of_x = recompute or (casts and stays(x)), [x]
+            rows = Operand(rows_of(x), learns=any(ctx.needs_input_grad), stays=stay)
             ctx.rows_again, ctx.shape, ctx.dtype = rows_again, x.shape, x.dtype
             if ctx.tiles:
                 y, kept, of_last = _tiled_outputs(gate_up, last, rows.rows, ctx.form, ctx.tiles), [], []
             else:
                 # thin products of the adapters first: the large ones add to them
                 gate_up.apply_a(rows.rows)
-                search([*((p.weight, rows) for p in first), (down.weight, None)])
+                if casts:
+                    search([*((p.weight, rows) for p in inner.projections), (down.weight, None)])
                 projected = gate_up.outputs(rows)
                 if not recompute:
                     ctx.rows_again, of_x = gate_up.input_kept(rows, x)
-                scaled = len(gate_up.zs) == len(first)  # the saved z gives the output after the magnitude
+                scaled = len(gate_up.zs) == len(projected)  # the saved z gives the output after the magnitude
                 kept = gate_up.products_of_a() if recompute else [*(() if scaled else projected), *gate_up.kept()]
                 # not saved: the backward makes it again while it differentiates it
                 h = _activated(projected, ctx.form, down)
@@ -268,10 +272,13 @@ class AdaptedMLPFunction(torch.autograd.Function):
         of_x, tensors, kept, of_last = saved[:first], saved[first:second], list(saved[second:third]), saved[third:]
         rows = ctx.rows_again(of_x)
         del saved, of_x
-        every = [*ctx.projections[0], *ctx.projections[1]]
-        need_x, needs = ctx.needs_input_grad[0], split(ctx.needs_input_grad[10:], every)
-        *first, down = (p.of(t) for p, t in zip(every, split(tensors, every)))
-        gate_up, last = Projections(first, ctx.dtype, ctx.thin), Projections((down,), ctx.dtype, ctx.thin)
+        inner, outer = ctx.groups
+        begin = len(inner.tensors)
+        need_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[10:]
+        needs = inner.split(needs) + outer.split(needs[begin:])
+        inner, outer = inner.of(tensors[:begin]), outer.of(tensors[begin:])
+        first = inner.projections
+        gate_up, last = Projections(inner, ctx.dtype, ctx.thin), Projections(outer, ctx.dtype, ctx.thin)
         dys = rows_of(dy)
         if ctx.tiles:
             dx, grads = _tiled_gradients(gate_up, last, rows.rows, dys, need_x, needs, ctx.form, ctx.tiles)
@@ -293,7 +300,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
         return (
             None if dx is None else dx.view(ctx.shape),
             *[None] * 9,
-            *(g if g is None else as_dtype(g, t.dtype) for g, t in zip(grads, tensors)),
+            *[g if g is None else as_dtype(g, t.dtype) for g, t in zip(grads, tensors)],
         )
 
 
@@ -433,7 +440,7 @@ def _pair(projected: list[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def adapted_mlp(
-    x: Tensor, first: Sequence[Projection], down: Projection, *,
+    x: Tensor, first: Sequence[Projection] | Group, down: Projection | Group, *,
     act: str = "silu", gate_multiplier: float = 1.0, down_multiplier: float = 1.0, recompute: bool = False,
     ends: bool = False, tiles: int = 1,
 ) -> Tensor:  # fmt: skip
@@ -443,9 +450,8 @@ def adapted_mlp(
     ``ends``: nothing after the MLP in its layer saves anything for the backward. ``tiles`` of the
     tokens, for projections without dropout or magnitude.
     """
-    dtype, thin = dtypes_of(x, [*first, down])
-    tensors = flat([*first, down])
-    form = act, gate_multiplier, down_multiplier
-    return AdaptedMLPFunction.apply(
-        as_dtype(x, dtype), tuple(first), down, thin, *form, recompute, ends, tiles, *tensors
-    )
+    inner = first if isinstance(first, Group) else Group(first)
+    outer = down if isinstance(down, Group) else Group((down,))
+    dtype, thin = dtypes_of(x, [*inner.projections, *outer.projections])
+    how = thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles
+    return apply_node(AdaptedMLPFunction, as_dtype(x, dtype), inner, outer, *how, *inner.tensors, *outer.tensors)

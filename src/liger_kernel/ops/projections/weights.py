@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import results_are_kept
+from liger_kernel.ops._core.operator import free_to_write, results_are_kept
 from liger_kernel.ops._core.products import add_mm
 
 
@@ -29,6 +29,8 @@ def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out:
     # a plain product where there is nothing to scale
     if scale == 1:
         return a @ b if out is None else torch.mm(a, b, out=out)
+    if out is None and free_to_write():
+        return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale)  # 2 us less of the host
     return torch.addmm(a.new_empty(()) if out is None else out, a, b, beta=0, alpha=scale, out=out)
 
 

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from liger_kernel._private import apply_node
 from liger_kernel.ops._core import Case, Cost, T as T_, acc, launch_config, nbytes, op  # T is the sequence length here
 from liger_kernel.ops._core.operator import KERNEL_DTYPES, launch, launcher, once_differentiable, use_kernels
 from liger_kernel.ops._core.tl import jit, mask_of, next_power_of_2, store_tile, tl
@@ -478,4 +479,4 @@ def rope(
     cos, sin, position_ids = checked_tables("rope", q, k, cos, sin, position_ids, layout, unsqueeze_dim)
     if not rotated_by_kernels(q, k, cos, sin):
         return reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
-    return RopeFunction.apply(q, k, cos, sin, position_ids, unsqueeze_dim, layout, casting)
+    return apply_node(RopeFunction, q, k, cos, sin, position_ids, unsqueeze_dim, layout, casting)

@@ -17,7 +17,7 @@ from liger_kernel import memory
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.activations.glu import glu
 from liger_kernel.ops.activations.relu_squared import relu_squared
-from liger_kernel.ops.projections.adapted import Projection
+from liger_kernel.ops.projections.adapted import Group, Projection
 from liger_kernel.ops.projections.mlp import adapted_mlp, mlp
 from liger_kernel.ops.projections.tiled_mlp import apply_tiled_mlp, count_of
 from liger_kernel.ops.projections.weights import ByItsModule
@@ -26,9 +26,8 @@ from liger_kernel.transformers.recognise.projections import (
     as_they_are,
     engine_runs,
     fitting,
+    kept,
     linear,
-    product_dtype,
-    projection,
     shared,
     with_base,
 )
@@ -125,22 +124,23 @@ def _whole(x: Tensor, *projections: Any) -> bool:
     return all(m.weight.dtype == x.dtype for m in projections) or torch.is_autocast_enabled(x.device.type)
 
 
-def _one_node(found: list[Any], x: Tensor, count: int, halves: bool) -> bool:
-    """Whether ``adapted_mlp`` can run these projections of x in ``count`` tiles, and that helps.
+def _as_one_node(found: list[Any], x: Tensor, count: int, halves: bool) -> tuple[Group, Group] | None:
+    """These projections of x as those of ``adapted_mlp`` in ``count`` tiles, if it can run them and that helps.
     ``halves``: the first one gives gate and up."""
     if not all(isinstance(p, Projection) for p in found) or not (count > 1 or any(p.gains for p in found)):
-        return False
+        return None
     # masks of dropout, and DoRA's norms, are of all tokens
     if count > 1 and any(p.magnitude is not None or any(a.dropout for a in p.adapters) for p in found):
-        return False
+        return None
     *first, last = found
     width = first[0].weight.shape[0]
     inner = width // 2 if halves else width
-    return (
+    fits = (
         not any(isinstance(p.weight, ByItsModule) for p in found)
         and all(fitting(p, x.shape[-1], x.device) and p.weight.shape[0] == width for p in first)
         and fitting(last, inner, x.device)
     )
+    return (Group(first), Group((last,))) if fits else None
 
 
 def in_tiles(run: Callable, module: Any, x: Any, tiles: bool | int) -> Any:
@@ -221,9 +221,8 @@ class GLU(Variant):
         activation_of = lambda self: activation(F.silu if act == "F.silu" else getattr(self, act))
         numbers = lambda self: are_numbers(*form.options(self).values())
 
-        def whole(self, x, name):
+        def whole(self, x, name, projections):
             """Run the MLP as one operator; None if it does anything else."""
-            projections = [getattr(self, name) for name in (*inner, outer)]
             if not _whole(x, *projections):
                 return None
             memory.readers_follow()
@@ -233,21 +232,18 @@ class GLU(Variant):
             memory.readers_done()
             return form.after(self, y)
 
-        def adapted(self, x, name, count):
+        def adapted(self, x, name, count, projections):
             """Run the MLP as one node if it has tiles, adapters, or a weight in 8 bits or less;
             None if it has none of them, or if it does more."""
-            projections = [getattr(self, name) for name in (*inner, outer)]
             if (count == 1 and all(type(p) is nn.Linear for p in projections)) or not engine_runs(x, projections):
                 return None
-            found = [projection(p, product_dtype(x)) for p in projections]
-            if not _one_node(found, x, count, halves=up == gate):
+            if (groups := kept(_as_one_node, x, projections, count, up == gate)) is None:
                 return None
-            *first, last = found
             memory.readers_follow()
             how = dict(recompute=memory.level() == "mlp", ends=form.after is GLUForm.after and memory.is_last(self))
-            y = adapted_mlp(x, first, last, act=name, tiles=count, **how, **form.options(self))
+            y = adapted_mlp(x, *groups, act=name, tiles=count, **how, **form.options(self))
             memory.readers_done()
-            return form.after(self, with_base(y, last, projections[-1], x))
+            return form.after(self, with_base(y, groups[1].projections[0], projections[-1], x))
 
         def by_parts(self, name, x):
             """Run the projections, and the activation and the product as one operator."""
@@ -278,8 +274,9 @@ class GLU(Variant):
             # the operators know no limit or slope of the activation
             if name is not None and form.whole and not form.options(self).keys() - {"gate_multiplier"}:
                 # The most that one kernel can do first. Each says None if the layers do more
-                y = whole(self, x, name) if count == 1 else None
-                y = adapted(self, x, name, count) if y is None else y
+                projections = [getattr(self, name) for name in (*inner, outer)]
+                y = whole(self, x, name, projections) if count == 1 else None
+                y = adapted(self, x, name, count, projections) if y is None else y
             if y is None and count > 1:
                 return in_tiles(lambda self, x: by_parts(self, name, x), self, x, tiles)
             return memory.projected(functools.partial(by_parts, self, name), x) if y is None else y

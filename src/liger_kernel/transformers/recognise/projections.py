@@ -17,18 +17,19 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from liger_kernel import memory
 from liger_kernel.nn.float8 import LigerFloat8Linear
 from liger_kernel.nn.float8_training import DTYPES, LigerFloat8TrainingLinear, trained
 from liger_kernel.ops._core.operator import is_recorded, use_kernels
 from liger_kernel.ops._core.shards import is_sharded
-from liger_kernel.ops.projections.adapted import Adapter, Projection
+from liger_kernel.ops.projections.adapted import Adapter, Group, Projection
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.ops.projections.float8_blocks import (
     Float8Blocks,
@@ -42,7 +43,7 @@ from liger_kernel.ops.projections.float8_training import RECIPES, Cast, float8_g
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 from liger_kernel.ops.projections.packed_weights import PackedWeight
-from liger_kernel.ops.projections.weights import ByItsModule, Dense, Weight, dense
+from liger_kernel.ops.projections.weights import ByItsModule, Dense, Dequantized, Weight, dense
 from liger_kernel.transformers.recognise.packed_layers import compressed, packed_by_columns
 from liger_kernel.transformers.recognise.variant import (
     Fallback as Fallback,
@@ -371,6 +372,67 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Fallback:
     return weight if isinstance(weight, Fallback) else Projection(weight, m.bias)
 
 
+# of the first of some layers of PEFT: all that they were last read from, and what was made of that
+_KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[list, Any]] = weakref.WeakKeyDictionary()
+
+
+def _state(m: Any) -> tuple | None:
+    """All that ``projection`` reads of a layer with one adapter whose base is dense or in 4 bits: while it is the
+    same, so is the projection. To look at it takes a third of the time of reading. It holds no tensor, whose
+    comparison would make the host wait, but ids, of tensors that the projection holds. None for other layers."""
+    own = m.__dict__
+    parts, active = own["_modules"], own.get("_active_adapter")
+    if type(active) is list and len(active) == 1:
+        active = active[0]
+    if type(active) is not str or not is_adapted(m):
+        return None
+    if own["_disable_adapters"] or own["merged_adapters"] or active in own["lora_variant"]:
+        return None
+    if active not in parts["lora_A"]._modules:
+        return None
+    base = parts["base_layer"]
+    a, b, drop = [parts[kind]._modules[active] for kind in ("lora_A", "lora_B", "lora_dropout")]
+    inside = [each.__dict__ for each in (base, a, b, drop)]
+    for of in (own, *inside):
+        if "forward" in of or of["_forward_hooks"] or of["_forward_pre_hooks"]:
+            return None
+        if of["_backward_hooks"] or of["_backward_pre_hooks"]:
+            return None
+    w, _, wa, _, wb, _ = tensors = [of["_parameters"].get(name) for of in inside[:3] for name in ("weight", "bias")]
+    stored, scale, p = getattr(w, "quant_state", None), own["scaling"][active], inside[3].get("p", 0.0)
+    # a tensor that only represents one has another class
+    if not type(wa) is type(wb) is nn.Parameter or not (type(w) is nn.Parameter or stored is not None):
+        return None
+    if not type(scale) is type(p) is float:
+        return None
+    return (
+        (type(m).forward, type(base).forward, nn.Linear.forward, *map(type, (m, base, a, b, drop))),
+        (scale, p, drop.training, inside[0].get("compute_dtype")),
+        (own.get("fan_in_fan_out"), own.get("cast_input_dtype_enabled")),
+        # 4-bit weights are held by their memory
+        (w.data_ptr(), id(stored), *map(id, tensors)),
+        [(t.device, t.dtype, t.shape, hasattr(t, "ds_id")) for t in (w, wa, wb)],
+    )
+
+
+def kept(make: Callable[..., Any], x: Tensor, modules: Sequence[nn.Module], *how: Any) -> Any:
+    """``make(projections of x by the modules, x, *how)``, which is kept until anything has changed that it was made
+    of: the layers, width and device of x, and numbers ``how``."""
+    dtype = product_dtype(x)
+    states = [] if _has_any_global_hook() else [_state(m) for m in modules]
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    seen = [make, how, x.shape[-1], x.device, dtype, autocast, *states]
+    if (known := _KEPT.get(modules[0])) is not None and known[0] == seen:
+        return known[1]
+    found = [projection(m, dtype) for m in modules]
+    made = make(found, x, *how)
+    if states and all(states) and all(isinstance(getattr(p, "weight", None), (Dense, Dequantized)) for p in found):
+        _KEPT[modules[0]] = seen, made
+    else:  # what it was is nobody's any more
+        _KEPT.pop(modules[0], None)
+    return made
+
+
 # PEFT's layers with a forward that adds the output of each active adapter to the base's product.
 # The first two may add in another dtype under autocast
 _PEFT = {
@@ -511,7 +573,7 @@ def _drops(m: nn.Module) -> bool:
 
 def fitting(found: Projection, width: int, device: torch.device) -> bool:
     """Whether a layer accepts inputs of this width, and its adapters are on this device."""
-    return found.weight.shape[1] == width and all(a.a.device == device == a.b.device for a in found.adapters)
+    return found.weight.shape[1] == width and all([a.a.device == device == a.b.device for a in found.adapters])
 
 
 def linear(module: Any, x: Any) -> Any:
@@ -524,20 +586,25 @@ def shared(x: Any, *modules: Any) -> tuple[Any, ...]:
     # Most calls end here: layers without adapters, of models that are not quantised
     if all(type(m) is nn.Linear for m in modules) or not engine_runs(x, modules):
         return tuple(m(x) for m in modules)
-    dtype = product_dtype(x)
-    found = [projection(m, dtype) for m in modules]
-    ours = [p if isinstance(p, Projection) and fitting(p, x.shape[-1], x.device) else None for p in found]
+    ours, group = kept(_as_nodes, x, modules)
     # a node that saves nothing would only cost its own time
-    if not any(p is not None and p.gains for p in ours):
+    if group is None:
         return tuple(m(x) for m in modules)
     if len(modules) > 1 and None in ours and any(a.dropout for p in ours if p is not None for a in p.adapters):
         return tuple(shared(x, m)[0] for m in modules)  # so that masks are drawn in the order of the modules
     memory.readers_follow()
     # in the order of the modules: those that stay stock run between the others
-    ys = iter(linears(x, [p for p in ours if p is not None]))
-    outputs = tuple(m(x) if p is None else with_base(next(ys), p, m, x) for p, m in zip(ours, modules))
+    ys = iter(linears(x, group))
+    outputs = tuple([m(x) if p is None else with_base(next(ys), p, m, x) for p, m in zip(ours, modules)])
     memory.readers_done()
     return outputs
+
+
+def _as_nodes(found: list[Projection | Fallback], x: Tensor) -> tuple[list[Projection | None], Group | None]:
+    """Those of these projections of x that the engine runs, and as one node, if that helps."""
+    ours = [p if isinstance(p, Projection) and fitting(p, x.shape[-1], x.device) else None for p in found]
+    helps = any(p is not None and p.gains for p in ours)
+    return ours, Group([p for p in ours if p is not None]) if helps else None
 
 
 def with_base(y: Tensor, p: Projection, m: Any, x: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ from liger_kernel.transformers.rewrite.source import (
 )
 
 # not the public function: what it checks is known here
-fused_add_rms_norm = LigerFusedAddRMSNormFunction.apply
+fused_add_rms_norm = functools.partial(_private.apply_node, LigerFusedAddRMSNormFunction)
 ADD_NORM, NORM_ROPE, LAST = "_liger_add_norm", "_liger_norm_rope", "_liger_last"
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import acc, rows_of
 from liger_kernel.ops.projections.float8_training import Float8Trained, search
 from liger_kernel.ops.projections.magnitude import dot_columns, row_norms, times_columns
-from liger_kernel.ops.projections.weights import Operand, Weight, add_product, added, as_dtype
+from liger_kernel.ops.projections.weights import Operand, Weight, add_product, added, as_dtype, product_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,7 +374,7 @@ class Projections:
                 # straight into its columns of the stack's gradient
                 torch.addmm(dxas[n], wide, self.bs[n], beta=0, alpha=adapter.scale, out=dxas[n])
                 if needs[3 + 3 * j + 1]:
-                    grad[3 + 3 * j + 1] = add_product(None, wide.t(), xas[n], adapter.scale)
+                    grad[3 + 3 * j + 1] = product_in(adapter.b.dtype, wide.t(), xas[n], adapter.scale)
                 if needs[3 + 3 * j + 2]:
                     grad[3 + 3 * j + 2] = total * adapter.scale
 
@@ -425,7 +425,7 @@ class Projections:
                     if mask is None
                     else torch.ops.aten.native_dropout_backward(x.rows, mask, 1 / (1 - stack.dropout))
                 )
-                da = dxa.t() @ as_dtype(seen, self.thin)
+                da = product_in(self._of(stack.adapters[0]).a.dtype, dxa.t(), as_dtype(seen, self.thin))
                 parts = da.split_with_sizes(stack.sizes) if stack.sizes[1:] else (da,)
                 for (i, j), part in zip(stack.adapters, parts):
                     self.grads[i][3 + 3 * j] = part

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from liger_kernel._private import dispatch_modes
 from liger_kernel.ops._core.operator import free_to_write, results_are_kept
 from liger_kernel.ops._core.products import add_mm
 
@@ -32,6 +33,15 @@ def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out:
     if out is None and free_to_write():
         return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale)  # 2 us less of the host
     return torch.addmm(a.new_empty(()) if out is None else out, a, b, beta=0, alpha=scale, out=out)
+
+
+def product_in(dtype: torch.dtype, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale a b``: in ``dtype`` if that is fp32 and tensor cores can write their sums as they are, which saves a
+    rounding and a cast; otherwise in the dtype of a."""
+    if dtype != torch.float32 or a.itemsize != 2 or not a.is_cuda or torch.compiler.is_compiling() or dispatch_modes():
+        return add_product(None, a, b, scale)
+    y = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+    return torch.addmm(y, a, b, beta=0, alpha=scale, out_dtype=dtype, out=y)
 
 
 def as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:

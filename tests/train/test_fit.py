@@ -21,6 +21,7 @@ from estimates import NOT_ESTIMATED, Measured, measured
 from quick import further, words
 from small_runs import refused, small_run
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from transformers import masking_utils
 
 from liger_kernel import cli, memory
 from liger_kernel.bench.results import Row, read
@@ -28,6 +29,7 @@ from liger_kernel.memory import offload as offloading
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train import fit, loop, ranks, simulated
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
+from liger_kernel.transformers.rewrite import rules
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "benchmarks" / "data", ROOT / "docs" / "guides" / "fit.md"
@@ -433,6 +435,18 @@ def test_what_is_replaced_comes_back(monkeypatch):
     simulated.simulated(llama(1), RUN, "bf16")
     simulated.simulated(llama(1), replace(RUN, parallel="fsdp2"), "bf16", world=2)
     assert before == replaced()
+
+
+def test_what_patched_models_ask_once_is_asked_by_no_simulation(monkeypatch):
+    """Else every step after it would ask the GPU whether rows have several documents."""
+    monkeypatch.setattr(simulated, "_phases", PHASES)
+    stock = lambda positions: None
+    with monkeypatch.context() as fresh:
+        fresh.setattr(masking_utils, "find_packed_sequence_indices", stock)
+        rules._answer.cache_clear()
+        simulated.simulated(llama(1), RUN, "bf16")
+        assert masking_utils.find_packed_sequence_indices.__wrapped__ is stock
+    rules._answer.cache_clear()
 
 
 @pytest.mark.parametrize("room", [50, 1000, 999_999])

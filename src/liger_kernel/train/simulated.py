@@ -64,6 +64,7 @@ from liger_kernel.train.fake_ranks import FakeRanks, Replica, fake_ranks, follow
 from liger_kernel.train.model import flags_for, options_of, patch, quantize_fp8, recompute
 from liger_kernel.train.stored import method_of
 from liger_kernel.transformers.recognise import projections
+from liger_kernel.transformers.rewrite import rules
 
 # PyTorch's allocator hands out multiples of so many bytes
 GRANULE = 512
@@ -484,6 +485,8 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
     """Tensors without data, which the package treats like those of a GPU of that architecture."""
     import transformers.masking_utils as masks
 
+    # once for the process: done by a forward below, it would end with this context
+    rules._answer()
     plain, meter = (*offloading.PLAIN, FakeTensor), _Meter()
     with contextlib.ExitStack() as stack:
         for where, name, value in (

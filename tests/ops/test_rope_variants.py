@@ -351,3 +351,16 @@ def test_wide_heads_take_the_reference():
         torch.randn(1, 1, 513, device=DEVICE),
     )
     assert_beside(qk_norm_rope, qk_norm_rope, args | dict(cos=angles.cos(), sin=angles.sin()))
+
+
+def test_one_backward_launch_for_q_and_k_of_any_weights():
+    """And one that sums their gradients of weights."""
+    q, k = (torch.randn(2, H, 3, 16, device=DEVICE, dtype=torch.bfloat16) for H in (6, 2))
+    wq, wk = torch.randn(16, device=DEVICE), torch.randn(16, device=DEVICE, dtype=torch.bfloat16)
+    angles, launches = torch.rand(1, 3, 8, device=DEVICE), []
+    args = [t.requires_grad_() for t in (q, k, wq, wk)]
+    y = qk_norm_rope(*args, angles.cos(), angles.sin())
+    assert [t.dtype for t in y] == [torch.float32, torch.bfloat16]
+    with _op.intercept_launches(lambda kernel, *_: launches.append(kernel)):
+        grads = torch.autograd.grad(y, args, [torch.ones_like(t) for t in y])
+    assert len(launches) == 2 and [g.dtype for g in grads] == [t.dtype for t in args]

@@ -215,3 +215,13 @@ def test_few_wide_rows_keep_every_processor_busy(op):
         y = op(x, x, w) if op is fused_add_rms_norm else op(x, w)
         torch.autograd.backward(y, [torch.empty_like(x)] * (2 if op is fused_add_rms_norm else 1))
     assert len(programs) >= 4 and min(programs) >= 32
+
+
+@pytest.mark.parametrize("op", [rms_norm, fused_add_rms_norm], ids=lambda op: op.__name__)
+@pytest.mark.parametrize("N, launches", [(1 << 16, 1), ((1 << 16) + 8, 2)])
+def test_rows_that_a_program_can_read_twice_take_one_launch(op, N, launches):
+    x, w = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((3, N), (N,)))
+    found = []
+    with _op.intercept_launches(lambda kernel, grid, args, meta: found.append(grid)):
+        op(x, x, w) if op is fused_add_rms_norm else op(x, w)
+    assert len(found) == launches

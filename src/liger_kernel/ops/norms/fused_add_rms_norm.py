@@ -26,10 +26,12 @@ from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.norms.rms_kernels import (
     BWD_N,
     FWD_N,
+    ROW_BYTES,
     _bwd,
     _bwd_parts,
     _fwd,
     _fwd_parts,
+    _fwd_rows,
     backward_grid,
     check_norm,
     padded,
@@ -52,12 +54,18 @@ def fused_add_rms_norm_fwd(x, residual, w, eps, offset, casting) -> tuple[Tensor
     s = x.new_empty(0) if residual is None else x.new_empty(M, N, dtype=torch.promote_types(x.dtype, residual.dtype))
     y = s.new_empty(M, N, dtype=s.dtype if w is None or casting == "gemma" else torch.promote_types(s.dtype, w.dtype))
     rstd = x.new_empty(M, dtype=torch.float32)
+    # strides for a tensor that is None: the kernel does not read it
+    strides = x.stride(0), 0 if residual is None else residual.stride(0)
+    if N > FWD_N and N * s.itemsize <= ROW_BYTES:
+        c = launch_config.tile("fused_add_rms_norm_rows", N, s.itemsize, elements=1, max_block_n=8192, per_thread=8)
+        how = dict(CASTING=casting, HELD=min(8 // s.itemsize, N // c.block_n)) | c.row
+        tensors = x, residual, w, y, s, rstd
+        launch(_fwd_rows, (min(M, launch_config.processors()),), *tensors, M, N, *strides, eps, offset, **how)
+        return y, s, rstd
     sizes = dict(elements=4096, per_thread=32, max_block_n=8192 if N > FWD_N else FWD_N)
     c = launch_config.tile("fused_add_rms_norm_fwd", N, s.itemsize, **sizes)
     splits = cdiv(N, c.block_n)
     grid, parts = (cdiv(M, c.block_m) * splits,), None
-    # a stride for a tensor that is None: the kernel does not read it
-    strides = x.stride(0), 0 if residual is None else residual.stride(0)
     if splits > 1:
         parts = x.new_empty((M, splits), dtype=torch.float32)
         launch(_fwd_parts, grid, x, residual, s, parts, M, N, *strides, splits, **c.tile)
@@ -145,7 +153,7 @@ def _tensors(*shape: int) -> dict[str, T]:
         Case("fp32-residual", dict(_tensors(5, 64), residual=T((5, 64), dtype=torch.float32))),
         Case("wide-backward", _tensors(3, BWD_N + 5)),
         Case("wide", _tensors(2, FWD_N + 77)),
-        Case("wide-gemma", dict(_tensors(3, FWD_N + 77), residual=None, offset=1.0, casting="gemma")),
+        Case("wide-gemma", dict(_tensors(3, ROW_BYTES // 2 + 77), residual=None, offset=1.0, casting="gemma")),
     ],
     cost=lambda x, residual, w=None, **_: Cost(
         nbytes(x, x, w) + (0 if residual is None else nbytes(residual, x)),

@@ -11,7 +11,8 @@ Shapes: x, residual, s, y (..., N), w (N,).  M = product of the leading dims.
   gemma   everything in fp32, rounded once, to x's dtype
   none    no upcast: 1/rms and each product are rounded to x's dtype, the last one promoted with w
 
-``_fwd`` and ``_bwd`` hold whole rows in registers. Of wider rows each program has a block of
+``_fwd`` and ``_bwd`` hold whole rows in registers. Of rows up to ``ROW_BYTES``, ``_fwd_rows`` holds
+a part and reads the rest again. Of wider rows, and in the backward, each program has a block of
 columns, and another kernel has been there before, which wrote the blocks' sums.
 """
 
@@ -29,6 +30,9 @@ CASTING = ("llama", "gemma", "none")
 # or two rows, backward dy, x (and ds), the weight and what is summed of its gradient
 # H200, bf16, 256 x 65536 by blocks: forward 32 us, backward 53 (to copy as many bytes: 22, 32)
 FWD_N, BWD_N = 16384, 8192
+# Bytes of a row that a program of ``fused_add_rms_norm`` reads twice. H200, bf16, 4096 / 256 / 4 x
+# 65536: 288 / 26 / 11 us; by blocks 387 / 32 / 9 (to copy as many bytes: 258, 21, 6)
+ROW_BYTES = 131072
 
 
 def check_norm(op: str, x: Tensor, w: Tensor | None, casting: str = "llama", **others: Tensor | None) -> None:
@@ -140,6 +144,49 @@ def sum_of(x):
 
 
 @jit
+def _store(s, rstd, r_ptr, w_ptr, y_ptr, s_ptr, row, col, N, offset, mask, CASTING: tl.constexpr):
+    # the next layer adds to s as it is stored: the norm, too, is of the rounded sum
+    if r_ptr is not None:
+        tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
+    h = scaled_rows(s.to(tl.float32), rstd, w_ptr, col, N, offset, s.dtype, CASTING)
+    store_tile(y_ptr, row, col, N, h, mask)
+
+
+@jit
+def _fwd_rows(
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, M, N, x_stride, r_stride, eps, offset,
+    CASTING: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows whose first HELD blocks stay in registers until their sum is known."""
+    DTYPE: tl.constexpr = s_ptr.dtype.element_ty
+    lane = tl.arange(0, BLOCK)
+    for i in tl.range(tl.program_id(0), M, tl.num_programs(0)):
+        row = i.to(tl.int64) + tl.arange(0, 1)
+        held = tl.tuple(())
+        for k in tl.static_range(HELD):
+            mask = mask_of(row, M, k * BLOCK + lane, N)
+            # not in fp32, which would take twice the registers
+            held += (_sum(x_ptr, r_ptr, row, k * BLOCK + lane, x_stride, r_stride, mask, DTYPE),)
+        square = tl.zeros((1, BLOCK), tl.float32)
+        for start in range(HELD * BLOCK, N, BLOCK):
+            mask = mask_of(row, M, start + lane, N)
+            h = _sum(x_ptr, r_ptr, row, start + lane, x_stride, r_stride, mask, DTYPE).to(tl.float32)
+            square += h * h
+        for k in tl.static_range(HELD):
+            square += held[k].to(tl.float32) * held[k].to(tl.float32)
+        rstd = tl.rsqrt(sum_of(square) / N + tl.cast(eps, tl.float32))
+        tl.store(rstd_ptr + row, rstd)
+        for k in tl.static_range(HELD):
+            mask = mask_of(row, M, k * BLOCK + lane, N)
+            _store(held[k], rstd, r_ptr, w_ptr, y_ptr, s_ptr, row, k * BLOCK + lane, N, offset, mask, CASTING)
+        # back from where the sum ended
+        for k in range(tl.cdiv(N, BLOCK) - 1, HELD - 1, -1):
+            mask = mask_of(row, M, k * BLOCK + lane, N)
+            s = _sum(x_ptr, r_ptr, row, k * BLOCK + lane, x_stride, r_stride, mask, DTYPE)
+            _store(s, rstd, r_ptr, w_ptr, y_ptr, s_ptr, row, k * BLOCK + lane, N, offset, mask, CASTING)
+
+
+@jit
 def _fwd_parts(
     x_ptr, r_ptr, s_ptr, parts_ptr, M, N, x_stride, r_stride, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -158,16 +205,12 @@ def _fwd(
     CASTING: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row, col, mask, part = block_at(tl.program_id(0), M, N, splits, BLOCK_M, BLOCK_N)
-    # the next layer adds to s as it is stored: the norm, too, is of the rounded sum
     s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, s_ptr.dtype.element_ty)
-    if r_ptr is not None:
-        tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
     h = s.to(tl.float32)
     square = sum_of(load_parts(parts_ptr, row, M, splits, SPLITS) if SPLITS else h * h)
     rstd = tl.rsqrt(square / N + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd, mask=(row < M) & (part == 0))
-    h = scaled_rows(h, rstd, w_ptr, col, N, offset, s.dtype, CASTING)
-    store_tile(y_ptr, row, col, N, h, mask)
+    _store(s, rstd, r_ptr, w_ptr, y_ptr, s_ptr, row, col, N, offset, mask, CASTING)
 
 
 @jit

@@ -46,10 +46,15 @@ def test_uneven_rows(op, reference, N):
         assert off(ours) <= 2 * off(pytorch) + EPS
 
 
-@pytest.mark.parametrize("N", LENGTHS)
+def test_uneven_rows_of_which_a_part_is_held():
+    for x in rows(65552).bfloat16().split(1):
+        assert_as_accurate(*({"y": y} for y in (softmax(x), torch.softmax(x, -1), torch.softmax(x.double(), -1))))
+
+
+@pytest.mark.parametrize("N, dtype", [*((N, torch.float32) for N in LENGTHS), (65552, torch.bfloat16)])
 @pytest.mark.parametrize("op", [softmax, sparsemax])
-def test_rows_without_an_answer_are_nan_and_their_neighbours_are_not(op, N):
-    x = torch.randn(6, N, device=DEVICE)
+def test_rows_without_an_answer_are_nan_and_their_neighbours_are_not(op, N, dtype):
+    x = torch.randn(6, N, device=DEVICE, dtype=dtype)
     x[0], x[1, 5], x[2, N - 5], x[3, 5], x[4, N - 5] = -INF, NAN, NAN, INF, INF
     y = op(x)
     assert y[:5].isnan().all() and y[5].isfinite().all()

@@ -41,7 +41,7 @@ UNTUNED = {
     "attention.sink_attention": (192, 192),
     "recurrent.delta_kernels": (384, 8192),
     # tiles of 64 columns, since ptxas 12.8 loses descriptors of narrower ones, and two programs a processor
-    "recurrent.kda_kernels": (2048, 4096),
+    "recurrent.kda_kernels": (384, 2048),
     "recurrent.ssd_kernels": (384, 2048),
 }
 

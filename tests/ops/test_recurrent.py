@@ -226,9 +226,10 @@ def test_recomputed_states_change_no_bit(layer, args):
 
 
 @needs_kernels
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("bounds", [None, [0, 1, 1, 140, 165, 165]], ids=["row", "packed"])
 @pytest.mark.parametrize("args", [heads, kda_heads], ids=["delta", "kda"])
-def test_parts_of_a_row_change_no_bit(args, bounds, monkeypatch):
+def test_parts_of_a_row_change_no_bit(args, bounds, recompute, monkeypatch):
     """Documents that end where a part ends or go on through several, with states at both ends."""
     given, cu = args(length=165, dtype=torch.bfloat16), None if bounds is None else torch.tensor(bounds, device=DEVICE)
     state = torch.randn(1 if bounds is None else 5, given["v"].shape[2], 16, 16, device=DEVICE, requires_grad=True)
@@ -237,7 +238,16 @@ def test_parts_of_a_row_change_no_bit(args, bounds, monkeypatch):
     monkeypatch.setattr(delta, "PART", 1)
     if DEVICE == "cpu":  # whose interpreter loads blocks in both ways
         monkeypatch.setattr(delta, "_by_tma", lambda *_: True)
-    assert_same_bits(run(lambda **a: rule(**a, recompute=True), like(given)), expected)
+    stock, counted = delta._parts, []
+
+    def count(*sizes):
+        counted.append(stock(*sizes))
+        return counted[-1]
+
+    monkeypatch.setattr(delta, "_parts", count)
+    assert_same_bits(run(lambda **a: rule(**a, recompute=recompute), like(given)), expected)
+    # a backward of kda, whose gradients of states are large, goes in parts in any case
+    assert max(counted, default=1) > 1 or (not recompute and args is heads)
 
 
 @needs_kernels

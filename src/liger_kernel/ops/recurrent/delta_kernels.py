@@ -336,7 +336,7 @@ def _walk(
 
 @jit
 def _origin(chunks_ptr, FULL: tl.constexpr):
-    """The token of which d has the first row: of the first of these chunks, or of all."""
+    """The token of which d has the first row: of all tokens, or of these chunks."""
     return 0 if FULL else tl.load(chunks_ptr)
 
 
@@ -365,11 +365,12 @@ def _states(
     from_ptr, to_ptr, sk, sv, lower, upper, HV,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     """Some values of one head of one document, chunk after chunk."""
     DT: tl.constexpr = d_ptr.dtype.element_ty
     begin, first, end, stop, hv, v0, states, where = _walk(documents_ptr, lower, upper, HV, C, DK, DV, BLOCK_K, BLOCK_V)
-    origin = _origin(chunks_ptr, last_ptr is not None)
+    origin = _origin(chunks_ptr, FULL)
     i = tl.arange(0, C)
     vcol = v0 + tl.arange(0, BLOCK_V)
     known = (tl.arange(0, BLOCK_K) < DK)[:, None]
@@ -411,6 +412,7 @@ def _states(
 @jit
 def _outputs(
     vec_ptr, q_ptr, P_ptr, S_ptr, d_ptr, d_low_ptr, chunks_ptr, o_ptr, sq, HV, CHANNELS: tl.constexpr,
+    FULL: tl.constexpr,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -424,7 +426,7 @@ def _outputs(
         v0 = pid % slices * BLOCK_V
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
-        origin = _origin(chunks_ptr, CHANNELS)
+        origin = _origin(chunks_ptr, FULL)
         at = n.to(tl.int64) * HV + hv
         if CHANNELS:
             q = _decayed(q_ptr, QIN, n * HV + hv, DK, C, BLOCK_K, False)
@@ -450,13 +452,14 @@ def _dstates(
     dS_ptr, dh0_ptr, from_ptr, to_ptr, sq, sk, sdo, lower, upper, HV,
     GROUP: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    FULL: tl.constexpr,
 ):  # fmt: skip
     """The same values, from the last chunk to the first: dv, parts of dbeta and of what dg takes
     from what leaves a chunk, and for each chunk the gradient of the state behind it."""
     DT: tl.constexpr = dv_ptr.dtype.element_ty
     slices: tl.constexpr = DV // BLOCK_V
     begin, first, end, stop, hv, v0, states, where = _walk(documents_ptr, lower, upper, HV, C, DK, DV, BLOCK_K, BLOCK_V)
-    origin = _origin(chunks_ptr, last_ptr is not None)
+    origin = _origin(chunks_ptr, FULL)
     i = tl.arange(0, C)
     vcol = v0 + tl.arange(0, BLOCK_V)
     known = (tl.arange(0, BLOCK_K) < DK)[:, None]
@@ -539,7 +542,7 @@ def _queries(
     sq, sk, sdo, HK, tokens, scale,
     GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """One chunk and one head of keys: dq, the part of dg that comes through q, and for ``_keys``
     the operand N with the factors of q. ``d_ptr`` has ``tokens`` rows, and as many of their low parts."""
@@ -551,7 +554,7 @@ def _queries(
         i = tl.arange(0, C)
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
-        of_d = row - _origin(chunks_ptr, False)
+        of_d = row - _origin(chunks_ptr, FULL)
         live = i < length
         norms = norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + i
         rk = tl.load(norms + C)
@@ -603,7 +606,7 @@ def _keys(
     sq, sk, HK, tokens,
     GROUP: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr, C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """One chunk and one head of keys: dk, and for ``_gates`` the parts of dg that come through k."""
     n, hk = tl.program_id(0) // HK, tl.program_id(0) % HK
@@ -614,7 +617,7 @@ def _keys(
         i = tl.arange(0, C)
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
-        of_d = row - _origin(chunks_ptr, False)
+        of_d = row - _origin(chunks_ptr, FULL)
         live = i < length
         below = (i[:, None] > i[None, :]) & live[:, None]
         rk = tl.load(norm_ptr + (n.to(tl.int64) * HK + hk) * 2 * C + C + i)

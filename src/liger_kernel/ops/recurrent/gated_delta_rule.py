@@ -60,7 +60,7 @@ from liger_kernel.ops.recurrent.delta_kernels import (
     _queries,
     _states,
 )
-from liger_kernel.ops.recurrent.kda_kernels import _kda_inputs, _kda_prepare, _kda_tables
+from liger_kernel.ops.recurrent.kda_kernels import _kda_inputs, _kda_pairs, _kda_prepare, _kda_tables
 
 # heads that kernels have registers for; the reference computes others
 MAX_D = 256
@@ -97,14 +97,11 @@ def reference(
 # bytes of the states of a part of the chunks, where a backward computes states again: 4096 tokens of
 # 32 heads of 128. With halves of that, the host takes longer than an H200
 PART = 2**26
-# kernel -> values of a program or of a step, warps and stages: the fastest of six for 1 x 8192
-# tokens, 16 and 32 heads of 128, on an H200
+# kernel -> values of a program or of a step, warps and stages, where these are not 16, 4 and 1: the
+# fastest of six for 1 x 8192 tokens, 16 and 32 heads of 128, on an H200
 TILES = {
-    "prepare": (16, 4, 1),
-    "kda_prepare": (16, 8, 1),
     # by registers and shared memory on sm90, not measured
     "kda_dstates": (32, 4, 2),
-    "kda_inputs": (16, 8, 1),
     "states": (32, 4, 3),
     "outputs": (64, 2, 1),
     "dstates": (32, 4, 3),
@@ -132,10 +129,10 @@ def _chunk(q: Tensor, DV: int) -> int:
 
 def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
     """The meta parameters of a kernel, for so many heads of values of all documents."""
-    arch = launch_config.arch()
+    arch, exact = launch_config.arch(), _precise(q)
     many = kernel in MANY and 10 * heads * DV >= 9 * 64 * launch_config.processors()
-    values, warps, stages = (MANY if many else TILES)[kernel]
-    if arch == "cpu" or arch.startswith("gfx") or _precise(q):
+    values, warps, stages = (MANY if many else TILES).get(kernel, (16, 4, 1))
+    if arch == "cpu" or arch.startswith("gfx") or exact:
         values, warps, stages = min(values, 32), 4, 1
     # other tensor cores than Hopper's take states from the registers of more threads, and three
     # stages would not fit into the shared memory of all
@@ -149,29 +146,30 @@ def _tile(kernel: str, q: Tensor, DV: int, heads: int = 0) -> dict[str, Any]:
         values //= 2
     precision = solve = "ieee"
     if arch.startswith("sm"):
-        solve = "tf32x3" if _precise(q) else "bf16x3"
-        if _precise(q):
+        solve = "tf32x3" if exact else "bf16x3"
+        if exact:
             precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    whole = dict(BLOCK_V=max(16, next_power_of_2(DV)))
     found = dict(PRECISION=precision, BLOCK_K=max(16, next_power_of_2(q.shape[-1])), num_warps=warps, num_stages=stages)
-    if kernel.startswith("kda") and kernel != "kda_dstates":
+    # three programs on each processor instead of two
+    limit = dict(maxnreg=168) if arch == "sm90" and not exact and q.shape[-1] <= 128 else {}
+    if kernel == "kda_pairs":
+        del found["BLOCK_K"]
+        return found | (dict(BLOCK_V=values) if exact else whole) | limit
+    if kernel in ("kda_prepare", "kda_inputs"):
         # bf16 has its products of unit length in fp16, fp16 has them in fp32; a chunk is halved
         # until it is one token
         inner = precision if q.dtype != torch.float16 else "tf32x3" if arch.startswith("sm") else "ieee"
         # of narrower tiles in shared memory, ptxas 12.8 loses descriptors (MEASURED.md)
         columns = max(16, min(64 if arch == "sm90" and _chunk(q, DV) == 64 else 32, next_power_of_2(q.shape[-1])))
-        found |= dict(INNER=inner, LEVELS=_chunk(q, DV).bit_length() - 1, BLOCK_K=columns)
-        # two programs on each processor instead of one
-        if arch == "sm90" and q.dtype == torch.bfloat16 and q.shape[-1] == 128:
-            found |= dict(num_warps=4)
+        found |= dict(INNER=inner, LEVELS=_chunk(q, DV).bit_length() - 1, BLOCK_K=columns, SOLVE=solve)
         if kernel == "kda_inputs":
-            return found | dict(BLOCK_V=max(16, next_power_of_2(DV)), SOLVE=solve)
+            return found | whole
         del found["PRECISION"]
-        return found | dict(SOLVE=solve, SPLIT=not _precise(q))
+        return found | dict(SPLIT=not exact)
     if kernel == "prepare":
-        # three programs on each processor instead of two
-        limit = dict(maxnreg=168) if arch == "sm90" and not _precise(q) and q.shape[-1] <= 128 else dict()
-        return found | dict(SOLVE=solve, SPLIT=not _precise(q)) | limit
-    return found | dict(BLOCK_V=values) | (dict() if kernel == "outputs" else dict(STAGES=stages))
+        return found | dict(SOLVE=solve, SPLIT=not exact) | limit
+    return found | dict(BLOCK_V=values) | ({} if kernel == "outputs" else dict(STAGES=stages))
 
 
 def _by_tma(*tensors: Tensor) -> bool:
@@ -241,13 +239,12 @@ def _chunk_states(
     q, k, v, g, beta, state = given
     (M, HK, DK), (HV, DV), C, channels = q.shape, v.shape[1:], _chunk(q, v.shape[2]), g.ndim == 3
     documents, chunks, heads = begins.shape[0] - 1, upper - lower, _heads(begins, places_of, lower, upper, HV)
-    # of ``kda``, d has a row for each token of all chunks
-    tokens = M if channels or chunks == places_of.shape[0] else chunks * C
+    full = chunks == places_of.shape[0]
     places_of = places_of[lower:upper]
     new, fp32, split = q.new_empty, dict(dtype=torch.float32), not _precise(q)
     Q, P = (new(chunks, HV, 1 + split, C, C) for _ in range(2))
     factors, norms = new(chunks, HV, 6, C, **fp32), new(chunks, HK, 4 if channels else 2, C, **fp32)
-    S, d = new(chunks, HV, DK, DV), new(1 + split, tokens, HV, DV)
+    S, d = new(chunks, HV, DK, DV), new(1 + split, M if full else chunks * C, HV, DV)
     group = dict(GROUP=HV // HK, C=C, DK=DK)
     sq, sk, sv = q.stride(0), k.stride(0), v.stride(0)
     args: tuple[Any, ...]
@@ -268,7 +265,7 @@ def _chunk_states(
     else:
         how = dict(NORM=norm, **_tile("prepare", q, DV))
         launch(_prepare, grid, q, k, g, beta, places_of, *outs, sq, sk, HK, scale, **group, **how)
-    how = dict(SPLIT=split, DV=DV, TMA=_by_tma(q, k, v), **_tile("states", q, DV, heads))
+    how = dict(SPLIT=split, DV=DV, FULL=full, TMA=_by_tma(q, k, v), **_tile("states", q, DV, heads))
     values, width = how["BLOCK_V"], how["BLOCK_K"]
     (kb,) = _blocks(how["TMA"], C, width, k if decayed is None else _matrix(decayed))
     (vb,) = _blocks(how["TMA"], C, values, v)
@@ -276,7 +273,7 @@ def _chunk_states(
     grid, ends = (documents * HV * (DV // values),), (ht, before, behind)
     args = state, Sb, d[0], d[1] if split else None, *ends, sk, sv, lower, upper, HV
     launch(_states, grid, factors, last, kb, vb, Qb, begins, places_of, *args, **group, **how)
-    return [Q, P, factors, norms, S, d, *(t for t in (decayed, last, lows, *tables) if t is not None)]
+    return [d, Q, P, factors, norms, S, *(t for t in (decayed, last, lows, *tables) if t is not None)]
 
 
 @launcher(
@@ -302,10 +299,9 @@ def gated_delta_rule_fwd(
         lower, upper, *carried = _part(part, parts, chunks, carries)
         saved = _chunk_states(given, begins, places_of, lower, upper, scale, norm, ht if final else None, *carried)
         if output:
-            _, P, factors, _, S, d, *of_channels = saved
-            how = dict(
-                SPLIT=len(d) > 1, DV=DV, **_tile("outputs", q, DV), GROUP=HV // HK, C=C, DK=DK, CHANNELS=channels
-            )
+            d, _, P, factors, _, S, *of_channels = saved
+            how = dict(SPLIT=len(d) > 1, CHANNELS=channels, FULL=parts == 1, GROUP=HV // HK, C=C, DK=DK, DV=DV)
+            how |= _tile("outputs", q, DV)
             grid, queries = ((upper - lower) * HV * (DV // how["BLOCK_V"]),), of_channels[0] if channels else q
             of_values = P, S, d[0], d[1] if len(d) > 1 else None
             launch(_outputs, grid, factors, queries, *of_values, places_of[lower:upper], o, q.stride(0), HV, **how)
@@ -335,7 +331,7 @@ def gated_delta_rule_bwd(
     dq, dk, dv, dg, dbeta = (dense(t) for t in (q, k, v, g, beta))
     dstate = dense(state) if needed[5] else q.new_empty(0)
     channels, split, fp32 = g.ndim == 3, not _precise(q), dict(dtype=torch.float32)
-    group = dict(GROUP=HV // HK, SPLIT=split, C=C, DK=DK, DV=DV, TMA=_by_tma(q, k, do))
+    group = dict(GROUP=HV // HK, SPLIT=split, C=C, DK=DK, DV=DV, FULL=bool(kept), TMA=_by_tma(q, k, do))
     strides = q.stride(0), k.stride(0), do.stride(0)
 
     def blocks(
@@ -348,16 +344,20 @@ def gated_delta_rule_bwd(
     width = max(DK, HV // HK * C)
     N = dk if width == DK or channels else q.new_empty(M, HK, width)
     through_states, through_keys = channels or any(needed[1:]), needed[1] or needed[3] or needed[4]
-    parts = carries.shape[0] + 1
-    back = torch.empty_like(carries)
+    # what is only here has the size of a part in ``kda``, too: 102 MiB of 1,180 less at 8192 tokens, 710
+    # of 4,718 at 32768, for 2 and 3 % of the time; with decays of heads, 68 of 724 for 3 %
+    all_chunks = places_of.shape[0]
+    parts = _parts(all_chunks, HV, DK, DV, q.itemsize) if channels else carries.shape[0] + 1
+    back = q.new_empty(parts - 1, HV, DK, DV, **fp32)
 
     def of_part(part: int) -> None:
         args: tuple[Any, ...]
-        lower, upper, before, _ = _part(part, parts, places_of.shape[0], carries)
-        made = kept or _chunk_states(
-            (q, k, v, g, beta, state), begins, places_of, lower, upper, scale, norm, None, before, None
-        )
-        Q, P, factors, norms, S, d, *of_channels = made
+        lower, upper, to, come = _part(part, parts, all_chunks, back)
+        given, before = (q, k, v, g, beta, state), carries[part - 1] if part and not kept else None
+        made = kept or _chunk_states(given, begins, places_of, lower, upper, scale, norm, None, before, None)
+        mine = slice(lower, upper) if kept else slice(None)
+        # but d and tables are of all chunks
+        d, Q, P, factors, norms, S, *of_channels = (t[mine] if 0 < i < 9 else t for i, t in enumerate(made))
         decayed, last, lows, *tables = of_channels or (None, None, None)
         chunks, places, all_of_d = upper - lower, places_of[lower:upper], d.flatten(0, 1)
         sums = q.new_empty(0 if channels else (chunks, HV, 3, C), **fp32)
@@ -376,18 +376,19 @@ def gated_delta_rule_bwd(
             if decayed is not None:
                 qk = 2 * _blocks(group["TMA"], C, c["BLOCK_K"], _matrix(decayed))
             args = *qk, dob, db, *QP, begins, places, dfinal, dv, sums_of_slices, dSb, dstate if needed[5] else None
-            _, _, to, come = _part(part, parts, places_of.shape[0], back)
             args = *args, come, to, *strides, lower, upper, HV
             launch(_dstates, (documents * HV * slices,), factors, last, *args, **group, **c)
         if channels and any(needed[:5]):
-            c = _tile("kda_inputs", q, DV)
-            own = {name: value for name, value in group.items() if name != "GROUP"}
-            own["TMA"] = own["TMA"] and c["BLOCK_V"] == DV
+            c, how = _tile("kda_inputs", q, DV), _tile("kda_pairs", q, DV)
+            own = dict(C=C, DV=DV, FULL=bool(kept), TMA=bool(group["TMA"] and c["BLOCK_V"] == DV))
             dob, zb, *db, Sb, dSb = blocks(c, [do, dv, *d], [S, dS], own["TMA"])
-            pairs = q.new_empty(chunks, HV, 2, C, C, dtype=tables[-1].dtype)
-            args = q, k, v, o, dob, zb, db[0], db[-1], Sb, dSb, norms, last, lows, factors, *tables, pairs
-            args = *args, sums_of_slices, places, dq, dk, dg, dbeta, *strides[:2], v.stride(0), strides[2], HV, scale
-            launch(_kda_inputs, (chunks * HV,), g, *args, NORM=norm, SLICES=slices, **own, **c)
+            pairs, rows = tables[1].new_empty(chunks, HV, 2, C, C), factors.new_empty(chunks, HV, 6, C)
+            args = v, o, dob, zb, db[0], db[-1], norms, factors, sums_of_slices, places, pairs, rows, dbeta
+            args = *args, v.stride(0), strides[2], HV, scale
+            launch(_kda_pairs, (chunks * HV,), *args, NORM=norm, SPLIT=split, SLICES=slices, **own, **how)
+            args = q, k, dob, zb, db[0], Sb, dSb, norms, last, lows, *tables, pairs, rows, places, dq, dk, dg
+            grid = (chunks * HV * cdiv(DK, c["BLOCK_K"]),)
+            launch(_kda_inputs, grid, g, *args, *strides, HV, scale, DK=DK, **own, **c)
         elif through_keys:
             c = _tile("keys", q, DV)
             args = q, k, *blocks(c, [dv, all_of_d], [S, dS]), norms, sums, N, places, dk, *strides[:2], HK, d.shape[1]

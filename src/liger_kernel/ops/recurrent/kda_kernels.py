@@ -1,7 +1,7 @@
 """The kernels that ``kda`` has of its own, beside those of ``delta_kernels``: ``_kda_prepare``
 computes Q, P, and the keys and queries with their decays, for all chunks at once; in the backward,
-``_kda_inputs`` computes the gradients of q, k, g and beta from those of states. ``_kda_tables`` has
-the matrices by which both add up decays between tokens.
+``_kda_pairs`` computes dbeta, N and M, and from these and the gradients of states ``_kda_inputs``
+those of q, k and g. ``_kda_tables`` has the matrices that add up decays between tokens.
 
 With a decay for each channel, no factor of rows can be taken out of q k^T. But the decay between
 two tokens is that from one to any token between them, times that from there to the other: both are
@@ -35,6 +35,7 @@ from liger_kernel.ops.recurrent.delta_kernels import (
     VECTORS,
     _cut,
     _lower_solve,
+    _origin,
     _put_square,
     _tile,
 )
@@ -43,6 +44,10 @@ from liger_kernel.ops.recurrent.delta_kernels import (
 # of their decays is between 2^-REACH and 2^REACH from the middle one: so both have all bits of fp16
 LARGE = tl.constexpr(16.0)
 REACH = tl.constexpr(11.0)
+# for each chunk and head of a backward, C numbers each: the size of a row of N and M beside the
+# largest; the largest with k's unit, and the size with q's; what a token gives itself; what norms take off
+SIZE, TO_K, TO_Q, ITSELF, OFF_Q, OFF_K = (tl.constexpr(i) for i in range(6))
+ROWS = tl.constexpr(6)
 
 
 @jit
@@ -57,18 +62,9 @@ def _columns(x, row, group, col, end, stride, WIDTH: tl.constexpr, C: tl.constex
 
 
 @jit
-def _columns_of_state(
-    x, at, col, value, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
-    """Some channels and values of the state before a chunk, or of a gradient."""
-    return _tile(x, at * DK + col, 0, value, at * DK + DK, DV, DV, BLOCK_K, BLOCK_V, TMA)
-
-
-@jit
-def _logarithms(g_ptr, row, length, h, col, H, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr):
+def _logarithms(g_ptr, row, end, h, col, H, C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr):
     """g of a chunk, of some channels and in units of log 2."""
-    g = _columns(g_ptr, row, h, col, row + length, H * DK, DK, C, BLOCK_K).to(tl.float32)
+    g = _columns(g_ptr, row, h, col, end, H * DK, DK, C, BLOCK_K).to(tl.float32)
     return tl.where(g < -88.0, -88.0, g) * LOG2E
 
 
@@ -95,16 +91,16 @@ def _kda_tables(sums_ptr, pairs_ptr, LEVELS: tl.constexpr, C: tl.constexpr):
 
 
 @jit
-def _pairs_at(bits, low, LEVELS: tl.constexpr):
-    """Which table has the pairs for which 2^bits tokens do: all of them in the least blocks, and in
-    larger ones those of the two halves."""
-    return tl.where(bits == low, bits, LEVELS + bits)
-
-
-@jit
 def _table(ptr, which, C: tl.constexpr):
     i = tl.arange(0, C)
     return tl.load(ptr + (which * C + i[:, None]) * C + i[None, :])
+
+
+@jit
+def _pairs(ptr, bits, low, LEVELS: tl.constexpr, C: tl.constexpr):
+    """The pairs for which 2^bits tokens do: all of them in the least blocks, and in larger ones those
+    of the two halves."""
+    return _table(ptr, tl.where(bits == low, bits, LEVELS + bits), C)
 
 
 @jit
@@ -119,12 +115,6 @@ def _sums(ptr, which, x, C: tl.constexpr, PRECISION: tl.constexpr):
     else:
         found = tl.dot(table, x, input_precision=PRECISION)
     return found
-
-
-@jit
-def _diagonal(x, C: tl.constexpr):
-    i = tl.arange(0, C)
-    return tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), 1)
 
 
 @jit
@@ -173,7 +163,7 @@ def _kda_prepare(
         for start in range(0, DK, BLOCK_K):
             col = start + tl.arange(0, BLOCK_K)
             known = (col < DK)[None, :]
-            g = _logarithms(g_ptr, row, length, h, start, H, C, DK, BLOCK_K)
+            g = _logarithms(g_ptr, row, end, h, start, H, C, DK, BLOCK_K)
             last = tl.sum(g, 0)
             k = _columns(k_ptr, row, h, start, end, sk, DK, C, BLOCK_K)
             q = _columns(q_ptr, row, h, start, end, sq, DK, C, BLOCK_K)
@@ -190,8 +180,8 @@ def _kda_prepare(
             while not fits:
                 bits -= 1
                 after = _sums(sums_ptr, 2 + bits, g, C, SOLVE)
-                fits = (tl.max(tl.max(tl.abs(after), 1), 0) <= REACH) | (bits == 0)
-                here = _table(pairs_ptr, _pairs_at(bits, tl.where(fits, bits, -1), LEVELS), C).to(tl.float32)
+                fits = (tl.max(tl.abs(after)) <= REACH) | (bits == 0)
+                here = _pairs(pairs_ptr, bits, tl.where(fits, bits, -1), LEVELS, C).to(tl.float32)
                 x = tl.exp2(tl.minimum(after, REACH)).to(UNIT)
                 written = tl.trans(k * tl.exp2(tl.minimum(-after, REACH)).to(UNIT))
                 # of what is not here, some is infinite
@@ -211,118 +201,164 @@ def _kda_prepare(
 
 
 @jit
-def _kda_inputs(
-    g_ptr, q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, z_ptr, d_ptr, d_low_ptr, S_ptr, dS_ptr, norm_ptr, last_ptr, low_ptr,
-    vec_ptr, sums_ptr, pairs_ptr, own_ptr, part_ptr, chunks_ptr, dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, sq, sk, sv, sdo, H,
-    scale,
-    NORM: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, LEVELS: tl.constexpr, INNER: tl.constexpr, SOLVE: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+def _row(x, which, C: tl.constexpr):
+    """A number of each row, beside a tile."""
+    return tl.load(x + which * C + tl.arange(0, C)[:, None])
+
+
+@jit
+def _kda_pairs(
+    v_ptr, o_ptr, do_ptr, z_ptr, d_ptr, d_low_ptr, norm_ptr, vec_ptr, part_ptr, chunks_ptr, own_ptr, rows_ptr,
+    dbeta_ptr, sv, sdo, H, scale,
+    NORM: tl.constexpr, SPLIT: tl.constexpr, SLICES: tl.constexpr, C: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_V: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and one head: dq, dk, dg and dbeta, some columns after others."""
+    """One chunk and one head: dbeta, and what dq, dk and dg need of products of values: N and M,
+    each row divided by its largest number, and factors of rows."""
     n, h = tl.program_id(0) // H, tl.program_id(0) % H
     length = tl.load(chunks_ptr + 2 * n + 1)
     if length > 0:
-        DT: tl.constexpr = dq_ptr.dtype.element_ty
-        UNIT: tl.constexpr = tl.float16 if tl.bfloat16 == DT else tl.float32
         i = tl.arange(0, C)
         row = tl.load(chunks_ptr + 2 * n)
         end = row + length
-        live = i < length
+        live = (i < length)[:, None]
         at = n.to(tl.int64) * H + h
-        first = row.to(tl.int64) * H + h
         dbeta = tl.zeros((C,), tl.float32)
         for slice in tl.static_range(SLICES):
             dbeta += tl.load(part_ptr + (at * SLICES + slice) * (2 * C) + i)
-        tl.store(dbeta_ptr + first + i * H, dbeta.to(dbeta_ptr.dtype.element_ty), mask=live)
-        do = _tile(do_ptr, row, h, 0, end, sdo, DV, C, BLOCK_V, TMA)
-        z = _tile(z_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V, TMA)
-        d = _tile(d_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V, TMA)
-        d_low = d
-        if SPLIT:
-            d_low = _tile(d_low_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V, TMA)
-        dot_q = tl.zeros((C,), tl.float32)
-        dot_k = tl.zeros((C,), tl.float32)
-        if NORM:
-            o = _columns(o_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V).to(tl.float32)
-            dot_q += tl.sum(o * _tile(do_ptr, row, h, 0, end, sdo, DV, C, BLOCK_V, TMA).to(tl.float32), 1)
-            v = _columns(v_ptr, row, h, 0, end, sv, DV, C, BLOCK_V).to(tl.float32)
-            beta = tl.load(vec_ptr + at * (VECTORS * C) + BETA * C + i)
-            dot_k += 2.0 * beta * dbeta
-            dot_k -= tl.sum(v * _tile(z_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V, TMA).to(tl.float32), 1)
-        N = tl.dot(do, tl.trans(d), input_precision=PRECISION)
-        M = tl.dot(z, tl.trans(d), input_precision=PRECISION)
-        if SPLIT:
-            # a product whose sum goes into another product would be spread over other warps
-            N += tl.dot(do, tl.trans(d_low), input_precision=PRECISION)
-            M += tl.dot(z, tl.trans(d_low), input_precision=PRECISION)
+        tl.store(dbeta_ptr + (row.to(tl.int64) * H + h) + i * H, dbeta.to(dbeta_ptr.dtype.element_ty), mask=i < length)
+        of_d = row - _origin(chunks_ptr, FULL)
+        N = tl.zeros((C, C), tl.float32)
+        M = tl.zeros((C, C), tl.float32)
+        off_q = tl.zeros((C,), tl.float32)
+        off_k = tl.zeros((C,), tl.float32)
+        for v0 in range(0, DV, BLOCK_V):
+            do = _tile(do_ptr, row, h, v0, end, sdo, DV, C, BLOCK_V, TMA)
+            z = _tile(z_ptr, row, h, v0, end, H * DV, DV, C, BLOCK_V, TMA)
+            d = _tile(d_ptr, of_d, h, v0, of_d + length, H * DV, DV, C, BLOCK_V, TMA)
+            N = tl.dot(do, tl.trans(d), N, input_precision=PRECISION)
+            M = tl.dot(z, tl.trans(d), M, input_precision=PRECISION)
+            if SPLIT:
+                d_low = _tile(d_low_ptr, of_d, h, v0, of_d + length, H * DV, DV, C, BLOCK_V, TMA)
+                N = tl.dot(do, tl.trans(d_low), N, input_precision=PRECISION)
+                M = tl.dot(z, tl.trans(d_low), M, input_precision=PRECISION)
+            if NORM:
+                o = _columns(o_ptr, row, h, v0, end, H * DV, DV, C, BLOCK_V).to(tl.float32)
+                off_q += tl.sum(o * do.to(tl.float32), 1)
+                v = _columns(v_ptr, row, h, v0, end, sv, DV, C, BLOCK_V).to(tl.float32)
+                off_k -= tl.sum(v * z.to(tl.float32), 1)
         norms = norm_ptr + at * (4 * C) + i
-        rq, rk = tl.load(norms) * tl.cast(scale, tl.float32), tl.load(norms + C)
+        unscaled, rk = tl.load(norms), tl.load(norms + C)
         unit_q, unit_k = tl.load(norms + 2 * C), tl.load(norms + 3 * C)
+        scale = tl.cast(scale, tl.float32)
+        rq = unscaled * scale
         # by TMA, rows that are not live may be anything
         r, c = i[:, None], i[None, :]
-        N = tl.where((r >= c) & live[:, None], N, 0.0)
-        itself = _diagonal(N, C)
-        M = tl.where((r > c) & live[:, None], -M, 0.0)
+        N = tl.where((r >= c) & live, N, 0.0)
+        itself = tl.sum(tl.where(r == c, N, 0.0), 1)
+        M = tl.where((r > c) & live, -M, 0.0)
         if NORM:
-            N *= tl.cast(scale, tl.float32)
+            N *= scale
         else:
-            N *= (rk / unit_k)[None, :] * (rq / unit_q)[:, None]
-            M *= (rk / unit_k)[None, :] * (rk / unit_k)[:, None]
+            by_k = rk / unit_k
+            N *= by_k[None, :] * (rq / unit_q)[:, None]
+            M *= by_k[None, :] * by_k[:, None]
         size = tl.maximum(tl.maximum(tl.max(tl.abs(N), 1), tl.max(tl.abs(M), 1)), 1e-30)
         shrunk = 1 / size
-        own = own_ptr + at * (2 * C * C) + i[:, None] * C + i[None, :]
-        tl.store(own, (N * shrunk[:, None]).to(UNIT))
-        tl.store(own + C * C, (M * shrunk[:, None]).to(UNIT))
-        tl.debug_barrier()
-        largest = tl.max(size, 0)
-        size_q, size_k = size * unit_q / (rq * LARGE), size * unit_k / (rk * LARGE)
-        size_w = largest * unit_k / (rk * LARGE)
-        size /= largest
+        own = own_ptr + at * (2 * C * C) + r * C + c
+        tl.store(own, (N * shrunk[:, None]).to(own_ptr.dtype.element_ty))
+        tl.store(own + C * C, (M * shrunk[:, None]).to(own_ptr.dtype.element_ty))
+        largest = tl.max(size[:, None])
+        rows = rows_ptr + at * (ROWS * C) + i
+        tl.store(rows + SIZE * C, size / largest)
+        tl.store(rows + TO_K * C, largest * unit_k / (rk * LARGE))
+        tl.store(rows + TO_Q * C, size * unit_q / (rq * LARGE))
         # a token and itself have no decay, so dg has nothing of this; and what norms take off
-        scaled_q = tl.load(norms) * tl.cast(scale, tl.float32)
-        itself_q, itself_k = itself * rq * rk, itself * rk * scaled_q
-        off_q, off_k = dot_q * tl.load(norms) * tl.load(norms), dot_k * rk * rk
+        tl.store(rows + ITSELF * C, itself * rq * rk)
+        if NORM:
+            off_q *= unscaled * unscaled
+            beta = tl.load(vec_ptr + at * (VECTORS * C) + BETA * C + i)
+            off_k = (off_k + 2.0 * beta * dbeta) * rk * rk
+        tl.store(rows + OFF_Q * C, off_q)
+        tl.store(rows + OFF_K * C, off_k)
+
+
+@jit
+def _kda_inputs(
+    g_ptr, q_ptr, k_ptr, do_ptr, z_ptr, d_ptr, S_ptr, dS_ptr, norm_ptr, last_ptr, low_ptr, sums_ptr, pairs_ptr, own_ptr,
+    rows_ptr, chunks_ptr, dq_ptr, dk_ptr, dg_ptr, sq, sk, sdo, H, scale,
+    C: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LEVELS: tl.constexpr, INNER: tl.constexpr,
+    SOLVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """One chunk, one head and some columns: dq, dk and dg. First what keys write, then what keys and
+    queries read, since registers have no room for all three. So keys and queries are loaded again
+    where they are needed, and behind barriers, over which compilers move no load."""
+    blocks: tl.constexpr = (DK + BLOCK_K - 1) // BLOCK_K
+    pid = tl.program_id(0)
+    n, h, col = pid // blocks // H, pid // blocks % H, pid % blocks * BLOCK_K
+    length = tl.load(chunks_ptr + 2 * n + 1)
+    if length > 0:
+        DT: tl.constexpr = dq_ptr.dtype.element_ty
+        UNIT: tl.constexpr = own_ptr.dtype.element_ty
+        i = tl.arange(0, C)
+        live = (i < length)[:, None]
+        ch = col + tl.arange(0, BLOCK_K)
+        at = n.to(tl.int64) * H + h
+        norms, rows = norm_ptr + at * (4 * C), rows_ptr + at * (ROWS * C)
+        own = own_ptr + at * (2 * C * C) + i[:, None] * C + i[None, :]
         low = tl.load(low_ptr + at)
-        for col in range(0, DK, BLOCK_K):
-            ch = col + tl.arange(0, BLOCK_K)
-            known = live[:, None] & (ch < DK)[None, :]
-            out = i[:, None] * (H * DK) + ch[None, :]
-            g = _logarithms(g_ptr, row, length, h, col, H, C, DK, BLOCK_K)
-            k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
+        row = tl.load(chunks_ptr + 2 * n)
+        end = row + length
+        g = _logarithms(g_ptr, row, end, h, col, H, C, DK, BLOCK_K)
+        k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
+        of_d = row - _origin(chunks_ptr, FULL)
+        d = _tile(d_ptr, of_d, h, 0, of_d + length, H * DV, DV, C, BLOCK_V, TMA)
+        state = (n * H + h) * DK
+        S = _tile(S_ptr, state + col, 0, 0, state + DK, DV, DV, BLOCK_K, BLOCK_V, TMA)
+        dS = _tile(dS_ptr, state + col, 0, 0, state + DK, DV, DV, BLOCK_K, BLOCK_V, TMA)
+        carried = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        carried *= tl.load(last_ptr + at * DK + ch, mask=ch < DK, other=0.0)
+        written = tl.dot(d, tl.trans(dS), input_precision=PRECISION)
+        written *= tl.exp2(_sums(sums_ptr, 1, g, C, SOLVE))
+        carried += tl.sum(tl.where(live, written * k * _row(norms, 1, C), 0.0), 0)
+        for bits in tl.range(low, LEVELS + 1, num_stages=1):
+            after = _sums(sums_ptr, 2 + bits, g, C, SOLVE)
+            x = (tl.exp2(tl.minimum(after, REACH)) * _row(rows, SIZE, C)).to(UNIT)
+            tl.debug_barrier()
             q = _columns(q_ptr, row, h, col, end, sq, DK, C, BLOCK_K)
-            S = _columns_of_state(S_ptr, n * H + h, col, 0, DK, DV, BLOCK_K, BLOCK_V, TMA)
-            dS = _columns_of_state(dS_ptr, n * H + h, col, 0, DK, DV, BLOCK_K, BLOCK_V, TMA)
-            dq = tl.dot(do, tl.trans(S), input_precision=PRECISION)
-            read = tl.dot(z, tl.trans(S), input_precision=PRECISION)
-            written = tl.dot(d, tl.trans(dS), input_precision=PRECISION)
-            left = tl.exp2(_sums(sums_ptr, 0, g, C, SOLVE))
-            dq *= left
-            read *= -left
-            written *= tl.exp2(_sums(sums_ptr, 1, g, C, SOLVE))
-            carried = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-            carried *= tl.load(last_ptr + at * DK + ch, mask=ch < DK, other=0.0)
-            carried += tl.sum(tl.where(live[:, None], written * k * rk[:, None], 0.0), 0)
-            keys, queries = (k * (unit_k * LARGE)[:, None]).to(UNIT), (q * (unit_q * LARGE)[:, None]).to(UNIT)
-            for bits in tl.range(low, LEVELS + 1, num_stages=1):
-                after = _sums(sums_ptr, 2 + bits, g, C, SOLVE)
-                x = tl.exp2(tl.minimum(after, REACH))
-                y = tl.exp2(tl.minimum(-after, REACH))
-                here = _table(pairs_ptr, _pairs_at(bits, low, LEVELS), C)
-                N_here, M_here = tl.load(own) * here, tl.load(own + C * C) * here
-                other = keys * y.to(UNIT)
-                # factors keep the products apart, see N
-                dq += tl.dot(N_here, other, input_precision=INNER) * (x * size_q[:, None])
-                read += tl.dot(M_here, other, input_precision=INNER) * (x * size_k[:, None])
-                x = x * size[:, None]
-                part = tl.dot(tl.trans(N_here), queries * x.to(UNIT), input_precision=INNER)
-                part = tl.dot(tl.trans(M_here), keys * x.to(UNIT), part, input_precision=INNER)
-                written += part * (y * size_w[:, None])
-            dg = dq * q * rq[:, None] + (read - written) * k * rk[:, None]
-            dg = tl.where(live[:, None], dg, 0.0)
-            dg += _sums(sums_ptr, 1, dg, C, SOLVE) + carried[None, :]
-            tl.store(dg_ptr + first * DK + out, dg.to(dg_ptr.dtype.element_ty), mask=known)
-            dq = dq * scaled_q[:, None] + k * itself_k[:, None] - q * off_q[:, None]
-            dk = (read + written) * rk[:, None] + q * itself_q[:, None] - k * off_k[:, None]
-            tl.store(dq_ptr + first * DK + out, dq.to(DT), mask=known)
-            tl.store(dk_ptr + first * DK + out, dk.to(DT), mask=known)
+            here = _pairs(pairs_ptr, bits, low, LEVELS, C)
+            queries = (q * (_row(norms, 2, C) * LARGE)).to(UNIT) * x
+            part = tl.dot(tl.trans(tl.load(own) * here), queries, input_precision=INNER)
+            k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
+            keys = (k * (_row(norms, 3, C) * LARGE)).to(UNIT) * x
+            part = tl.dot(tl.trans(tl.load(own + C * C) * here), keys, part, input_precision=INNER)
+            written += part * (tl.exp2(tl.minimum(-after, REACH)) * _row(rows, TO_K, C))
+        do = _tile(do_ptr, row, h, 0, end, sdo, DV, C, BLOCK_V, TMA)
+        z = _tile(z_ptr, row, h, 0, end, H * DV, DV, C, BLOCK_V, TMA)
+        left = tl.exp2(_sums(sums_ptr, 0, g, C, SOLVE))
+        dq = tl.dot(do, tl.trans(S), input_precision=PRECISION) * left
+        read = tl.dot(z, tl.trans(S), input_precision=PRECISION) * -left
+        for bits in tl.range(low, LEVELS + 1, num_stages=1):
+            after = _sums(sums_ptr, 2 + bits, g, C, SOLVE)
+            x = tl.exp2(tl.minimum(after, REACH))
+            tl.debug_barrier()
+            k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
+            keys = (k * (_row(norms, 3, C) * LARGE)).to(UNIT) * tl.exp2(tl.minimum(-after, REACH)).to(UNIT)
+            here = _pairs(pairs_ptr, bits, low, LEVELS, C)
+            to_k = x * (_row(rows, SIZE, C) * _row(rows, TO_K, C))
+            read += tl.dot(tl.load(own + C * C) * here, keys, input_precision=INNER) * to_k
+            dq += tl.dot(tl.load(own) * here, keys, input_precision=INNER) * (x * _row(rows, TO_Q, C))
+        out = (row.to(tl.int64) * H + h) * DK + (i[:, None] * (H * DK) + ch[None, :])
+        known = live & (ch < DK)[None, :]
+        k = _columns(k_ptr, row, h, col, end, sk, DK, C, BLOCK_K)
+        q = _columns(q_ptr, row, h, col, end, sq, DK, C, BLOCK_K)
+        rk = _row(norms, 1, C)
+        dk = (read + written) * rk + q * _row(rows, ITSELF, C) - k * _row(rows, OFF_K, C)
+        tl.store(dk_ptr + out, dk.to(DT), mask=known)
+        rq = _row(norms, 0, C) * tl.cast(scale, tl.float32)
+        dg = tl.where(live, dq * q * rq + (read - written) * k * rk, 0.0)
+        dq = dq * rq + k * _row(rows, ITSELF, C) - q * _row(rows, OFF_Q, C)
+        tl.store(dq_ptr + out, dq.to(DT), mask=known)
+        dg += _sums(sums_ptr, 1, dg, C, SOLVE) + carried[None, :]
+        tl.store(dg_ptr + out, dg.to(dg_ptr.dtype.element_ty), mask=known)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from liger_kernel.transformers.recognise import families
 from liger_kernel.transformers.recognise.compare import references
-from liger_kernel.transformers.recognise.families import modeling
-from liger_kernel.transformers.recognise.tiny import VOCAB, tiny_model, with_images
+from liger_kernel.transformers.recognise.families import configs_of, modeling
+from liger_kernel.transformers.recognise.slots import SLOT_OF, VARIANTS
+from liger_kernel.transformers.recognise.tiny import VOCAB, model_of, tiny_config, with_images
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = DEVICE == "cuda" or os.environ.get("LIGER_TEST_INTERPRETED") == "1"  # whether they serve whole models
@@ -59,6 +60,19 @@ def stock(family: str) -> Iterator[None]:
         if transformers.__version__ == families.VERSION or family in SMOKE:
             raise
         pytest.skip(f"stock of {transformers.__version__}: {type(error).__name__}")
+
+
+def tiny_model(model_type: str, *, attention: str = "eager", head: str | None = None, **more: Any) -> nn.Module:
+    return model_of(tiny_config(model_type, **more), attention, head)
+
+
+def exact_parts(model: nn.Module) -> dict[str, bool]:
+    """Slots in which all that is swapped in ``model`` has the bits of stock. (LayerNorms may add in
+    another order, and then rarely round differently.)"""
+    rows = [families.family(t) for t in dict.fromkeys(c.model_type for c in configs_of(model.config))]
+    labels = [label for row in rows if row for label in row.swapped.values()]
+    inexact = {SLOT_OF[label] for label in labels if not VARIANTS[label].exact}
+    return {slot: slot not in inexact | {"layer_norm"} for slot in SLOT_OF.values()}
 
 
 def make(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> nn.Module:

@@ -294,13 +294,6 @@ def test_recognition_draws_none_of_the_users_random_numbers(monkeypatch):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_monkey_patch_module():
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
-
-    assert MODEL_TYPE_TO_APPLY_LIGER_FN is liger.MODEL_TYPE_TO_APPLY_LIGER_FN
-    assert _apply_liger_kernel_to_instance is liger._apply_liger_kernel_to_instance
-
-
 def test_modules_need_no_transformers():
     code = (
         "import sys; import liger_kernel.transformers; assert 'transformers' not in sys.modules; "

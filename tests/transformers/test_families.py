@@ -22,6 +22,7 @@ from hf_models import (
     assert_untouched,
     batch_of,
     everything_of,
+    exact_parts,
     make,
     snapshot,
     step,
@@ -41,7 +42,7 @@ from liger_kernel.transformers.patching.flags import flags_of
 from liger_kernel.transformers.patching.patches import _STOCK, is_ours
 from liger_kernel.transformers.recognise import activations, families, slots
 from liger_kernel.transformers.recognise.compare import recognise, references
-from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, infer, tables_of
+from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, infer, tables_of
 from liger_kernel.transformers.recognise.tiny import tiny_config
 
 EVERY = sorted(t for t, row in families.FAMILIES.items() if row.heads)
@@ -148,12 +149,7 @@ def test_eval_logits(family, dtype):
         pytest.skip(f"stock: {error}")
     with torch.no_grad():
         expected = model(**batch, use_cache=False)
-        rows = [families.family(t) for t in {family, *(c.model_type for c in configs_of(model.config))}]
-        labels = [label for row in rows if row for label in row.swapped.values()]
-        exact = {
-            slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot) for slot in EVERYTHING
-        }
-        with instance_patches(model, family, exact, "fused")():
+        with instance_patches(model, family, exact_parts(model), "fused")():
             out = model(**batch, use_cache=False)
         # in fp32, others divide by a root
         if DEVICE == "cpu" and (dtype is torch.bfloat16 or transformers.__version__ == families.VERSION):

@@ -1,10 +1,9 @@
 import peft
 import pytest
 import torch
-from hf_models import assert_same_bits
+from hf_models import assert_same_bits, tiny_model
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, record_routes, replay_routes
-from liger_kernel.transformers.recognise.tiny import tiny_model
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
 FAMILIES = str.split("qwen3_moe gpt_oss deepseek_v3 llama4_text ernie4_5_moe")

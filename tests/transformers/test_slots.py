@@ -15,28 +15,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_models import DEVICE, KERNELS, assert_same_bits, assert_same_learning, batch_of, make, recognised, step
+from hf_models import (
+    DEVICE,
+    KERNELS,
+    assert_same_bits,
+    assert_same_learning,
+    batch_of,
+    exact_parts,
+    make,
+    recognised,
+    step,
+)
 from quick import words
 from torch import nn
 from transformers.activations import ACT2FN
 
 from liger_kernel.testing import assert_as_accurate
-from liger_kernel.transformers import (
-    _apply_liger_kernel_to_instance,
-    instance_patches,
-    projections_report,
-    restore,
-    table,
-)
-from liger_kernel.transformers.recognise import experts as experts_module, slots
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, instance_patches, projections_report, restore
+from liger_kernel.transformers.recognise import experts as experts_module
+from liger_kernel.transformers.recognise import slots
 from liger_kernel.transformers.recognise.activations import activation
-from liger_kernel.transformers.recognise.families import (
-    CAUSAL,
-    IMAGE_TEXT_TO_TEXT,
-    configs_of,
-    family as row_of,
-    modeling,
-)
+from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, modeling
 
 TOLERANCE = 5e-5  # of the largest value of each gradient
 
@@ -327,14 +326,6 @@ def test_equal_inputs_choose_equal_experts(family):
 
 
 HALVES = torch.float16, torch.bfloat16
-
-
-def exact_parts(model: nn.Module) -> dict[str, bool]:
-    """Slots in which all that is swapped in ``model`` has the bits of stock."""
-    rows = [row_of(t) for t in dict.fromkeys(c.model_type for c in configs_of(model.config))]
-    labels = [label for row in rows if row for label in row.swapped.values()]
-    exact = lambda slot: all(label in slots.EXACT for label in labels if slots.SLOT_OF[label] == slot)
-    return {slot: exact(slot) for slot in table.EVERYTHING}
 
 
 def evaluated(model: nn.Module, batch: dict) -> torch.Tensor:

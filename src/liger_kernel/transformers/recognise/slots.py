@@ -134,9 +134,6 @@ SLOTS = [
 # labels
 VARIANTS = {variant.label: variant for slot in SLOTS for variant in slot.variants}
 SLOT_OF = {variant.label: slot.flag for slot in SLOTS for variant in slot.variants}
-# with these, whole models stay bit-identical. LayerNorms may add their means and deviations in
-# another order, and then rarely round differently
-EXACT = {label for label, variant in VARIANTS.items() if variant.exact and SLOT_OF[label] != "layer_norm"}
 FLAT = {variant.label for variant in FLAT_ROPES}
 PLAIN_MLP = "one activation: PyTorch has a kernel for it"  # why an MLP that a variant reproduces stays stock
 TORCHS_OWN = {

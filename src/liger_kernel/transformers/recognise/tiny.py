@@ -231,13 +231,9 @@ def _tokens(default: PretrainedConfig) -> dict[str, Any]:
     return {k: VOCAB - 20 + i for i, k in enumerate(large)}
 
 
-def tiny_model(model_type: str, *, attention: str = "eager", head: str | None = None, **more: Any) -> PreTrainedModel:
-    """A model with a language model's head, of ``tiny_config``, in training mode, in fp32,
-    without dropout. ``head``: another class of the model."""
-    return model_of(tiny_config(model_type, **more), attention, head)
-
-
 def model_of(config: PretrainedConfig, attention: str = "eager", head: str | type | None = None) -> PreTrainedModel:
+    """A model with a language model's head, or of another class ``head``, in training mode, in fp32,
+    without dropout."""
     module = modeling(config.model_type)
     cls = head if isinstance(head, type) else getattr(module, head or heads_of(config.model_type, module)[0])
     try:

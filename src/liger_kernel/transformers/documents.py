@@ -120,14 +120,12 @@ def _joining_layers(tiny: Any) -> list[nn.Module]:
             calls.append({})
             tiny(input_ids=tokens, use_cache=False, **places)
     before, after = calls
-    joined = [name for name in before if any(map(_joins, before[name], after.get(name, [])))]
+    # equal inputs, and other outputs, of one of its calls
+    differs = lambda a, b: _near(a[0], b[0]) and not _near(a[1], b[1])
+    joined = [name for name in before if any(map(differs, before[name], after.get(name, [])))]
     # a layer joins if a module in it does: the innermost is the one to name
     holds_another = lambda name: any(inner.startswith(f"{name}." if name else "") for inner in joined if inner != name)
     return [modules[name] for name in joined if not holds_another(name)]
-
-
-def _joins(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> bool:
-    return _near(before[0], after[0]) and not _near(before[1], after[1])
 
 
 def _second(values: Any) -> Tensor | None:

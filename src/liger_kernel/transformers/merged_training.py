@@ -45,7 +45,7 @@ def merge_aware(model: nn.Module, on: bool = True) -> nn.Module:
         raise ValueError("merge_aware: model must have adapters of PEFT, got none")
     for name, m in layers if on else ():
         if is_wrapper(m):
-            found = _experts(m)
+            found: Any = adapted_experts(m, input_of(experts_of(m)), rounded=True)
         elif not is_adapted(m):
             found = Fallback(f"a {type(m).__name__}, which is no linear layer with LoRA")
         else:
@@ -95,12 +95,6 @@ def _projection(m: Any, dtype: torch.dtype) -> Projection | Fallback:
     if found.magnitude is not None or any(a.dropout or a.bias is not None for a in found.adapters):
         return Fallback("an adapter with dropout, a magnitude (DoRA) or a bias")
     return found
-
-
-def _experts(wrapper: Any) -> Any:
-    """What the engine computes of experts, or why they cannot be rounded."""
-    inside = experts_of(wrapper)
-    return adapted_experts(wrapper, input_of(inside), rounded=True)
 
 
 @torch.compiler.disable

@@ -56,7 +56,8 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
         return class_patches(model_type, options.parts | {"fp8": in_fp8}, options.head).apply()
     _check_stored(model)
     found = instance_patches(model, model_type, options.parts, options.head)
-    nothing = not found and not any(map(_runs_ours, model.modules()))
+    runs_ours = lambda m: is_patched(m) or is_ours(getattr(type(m), "forward", None))
+    nothing = not found and not any(map(runs_ours, model.modules()))
     if nothing and (options.head or any(options.slots.values())):
         why = "nothing of this model was patched, because its modules are not of Transformers' classes"
         known = is_family(model_type)
@@ -94,10 +95,6 @@ def _check_stored(model: nn.Module) -> None:
     """``ValueError`` with the name of a layer whose quantised weight cannot be right."""
     check_blocks(model)
     check_packed(model)
-
-
-def _runs_ours(m: nn.Module) -> bool:
-    return is_patched(m) or is_ours(getattr(type(m), "forward", None))
 
 
 def apply_rest(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,10 @@ from liger_kernel.patch_options import Filter
 from liger_kernel.transformers.head.head_weights import FP8
 from liger_kernel.transformers.quantize import (
     HEADS_AND_ROUTERS,
+    linear_layers,
     none_is_in_fp8,
     not_plain,
     owners_of_heads,
-    parts_of_adapters,
-    parts_of_heads,
 )
 from liger_kernel.transformers.recognise.projections import is_dense
 
@@ -150,15 +149,6 @@ def give_back(model: nn.Module) -> None:
 
 
 HEAD = "the head, in FP8 as part of the loss"
-
-
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, bool]]:
-    """The linear layers of a model with their names, and whether they belong to an output head;
-    not those of PEFT's adapters."""
-    heads, adapters = parts_of_heads(model), parts_of_adapters(model)
-    for name, m in model.named_modules():
-        if isinstance(m, nn.Linear) and id(m) not in adapters:
-            yield name, m, id(m) in heads
 
 
 def reason(name: str, m: nn.Linear, is_head: bool, request: Request) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,12 +84,11 @@ def _sorted(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple
     of adapters are neither."""
     # A weight that two modules share (tied embeddings) would be stored for one of them only.
     holders = _holders(model)
-    heads, adapters = parts_of_heads(model), parts_of_adapters(model)
     names, reasons = [], {}
-    for name, m in model.named_modules(remove_duplicate=False):
-        if not isinstance(m, nn.Linear) or isinstance(m, LigerFloat8Linear) or id(m) in adapters:
+    for name, m, is_head in linear_layers(model, remove_duplicate=False):
+        if isinstance(m, LigerFloat8Linear):
             continue
-        if id(m) in heads or _skipped(name, skip):
+        if is_head or _skipped(name, skip):
             reasons[name] = "a head, a router, or skipped by name"
         elif not is_dense(m):
             reasons[name] = not_plain(m)
@@ -189,11 +189,6 @@ def _transposed(packed: dict[str, Tensor]) -> bool | None:
     return False if (a, b) == (2 * d, c) else True if (a, b) == (d, 2 * c) else None
 
 
-def parts_of_heads(model: nn.Module) -> set[int]:
-    """``id`` of the modules of output heads, of the model itself and of models within it."""
-    return {id(part) for head in owners_of_heads(model).values() for part in head.modules()}
-
-
 def owners_of_heads(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """The modules that have an output head, each with its head: the model itself, and models
     within it."""
@@ -208,8 +203,13 @@ def _head_of(model: Any) -> Any:
         return None
 
 
-def parts_of_adapters(model: nn.Module) -> set[int]:
-    """``id`` of the modules that PEFT has put beside the layers that it wraps."""
+def linear_layers(model: nn.Module, **how: bool) -> Iterator[tuple[str, nn.Linear, bool]]:
+    """The linear layers of a model with their names, and whether they belong to an output head;
+    not those that PEFT has put beside the layers that it wraps. ``how``: of ``named_modules``."""
+    heads = {id(part) for head in owners_of_heads(model).values() for part in head.modules()}
     wrappers = [m for m in model.modules() if hasattr(m, "base_layer")]
     beside = [of for m in wrappers for child, of in m.named_children() if child != "base_layer"]
-    return {id(part) for of in beside for part in of.modules()}
+    adapters = {id(part) for of in beside for part in of.modules()}
+    for name, m in model.named_modules(**how):
+        if isinstance(m, nn.Linear) and id(m) not in adapters:
+            yield name, m, id(m) in heads

@@ -45,23 +45,14 @@ def has_sinks(name: str, candidate: Any) -> bool:
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Any) -> bool:
-    # the kernel knows one sink for each head, and no other shape
-    tensors = isinstance(sinks, Tensor) and all(plain(t) for t in (query, key, value, sinks))
-    whole = tensors and (query.shape[0], 1, query.shape[2], key.shape[2]) == mask.shape and query.ndim == key.ndim == 4
-    return (
-        whole
-        and value.shape == key.shape
-        and sinks.shape == (query.shape[1],)
-        and query.shape[3] <= MAX_D
-        and _alike(query, key, value)
-    )
-
-
-def _alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether they are multiplied in one dtype: under autocast, rotated queries and keys are
-    fp32."""
+    if not all(map(plain, (query, key, value, sinks))) or not query.ndim == key.ndim == 4:
+        return False
+    # multiplied in one dtype: under autocast, rotated queries and keys are fp32
     dtypes = {query.dtype, key.dtype, value.dtype}
-    return len(dtypes) == 1 or (torch.float64 not in dtypes and torch.is_autocast_enabled(query.device.type))
+    alike = len(dtypes) == 1 or (torch.float64 not in dtypes and torch.is_autocast_enabled(query.device.type))
+    # the kernel knows one sink for each head, and no other shape
+    shapes = (query.shape[0], 1, query.shape[2], key.shape[2]) == mask.shape and value.shape == key.shape
+    return alike and shapes and sinks.shape == (query.shape[1],) and query.shape[3] <= MAX_D
 
 
 def _watched(module: nn.Module) -> bool:
@@ -82,21 +73,11 @@ class SinkAttention(Variant):
         def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
             # what a token sees, if the mask is one of ours
             sinks, keys = getattr(module, "sinks", None), known(attention_mask)
-            more = (
-                dropout
-                or not are_numbers(scaling)
-                or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
-            )
-            if (
-                keys is not None
-                and not more
-                and _fits(query, key, value, attention_mask, sinks)
-                and not _watched(module)
-            ):
-                out = sink_attention(
-                    query, key, value, sinks, window=keys.window, valid=keys.valid, first=keys.first, scale=scaling
-                )
-                return out.transpose(1, 2), None
+            more = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "head_mask"))
+            fits = keys is not None and not (more or dropout) and are_numbers(scaling)
+            if fits and _fits(query, key, value, attention_mask, sinks) and not _watched(module):
+                how = dict(window=keys.window, valid=keys.valid, first=keys.first, scale=scaling)
+                return sink_attention(query, key, value, sinks, **how).transpose(1, 2), None
             if is_invariant():
                 got = f"{type(attention_mask).__name__} and dropout {dropout}"
                 raise ValueError(f"batch_invariant: attention with sinks must have our mask and no dropout, got {got}")

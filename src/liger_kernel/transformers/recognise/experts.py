@@ -510,22 +510,10 @@ class LoadBalancing(Variant):
             yield dict(num_experts=E, top_k=top_k, attention_mask=attention_mask), (logits,)
 
 
-def _counted_once(logits: object, num_experts: object, top_k: object, mask: object) -> bool:
+def _counted_once(logits: Any, num_experts: Any, top_k: Any, mask: Any) -> bool:
     """Whether stock would count the rows of this layer with this mask, each once."""
-    if not (
-        isinstance(logits, Tensor)
-        and plain(logits)
-        and logits.ndim == 2
-        and logits.is_floating_point()
-        and logits.shape[1] == num_experts
-    ):
+    if not (plain(logits) and logits.ndim == 2 and logits.is_floating_point() and logits.shape[1] == num_experts):
         return False
     # the rows of the mask are those of the logits, in the same order
-    whole = mask is None or (
-        isinstance(mask, Tensor)
-        and plain(mask)
-        and not mask.requires_grad
-        and mask.ndim == 2
-        and mask.numel() == len(logits)
-    )
+    whole = mask is None or (plain(mask) and mask.ndim == 2 and mask.numel() == len(logits) and not mask.requires_grad)
     return isinstance(top_k, int) and 0 < top_k <= logits.shape[1] and whole

@@ -76,34 +76,22 @@ def tables_of(module: ModuleType, config: Any) -> set[str]:
     """The forms in which the rotary embeddings of this module hold their angles, as far as
     ``config`` or its parts can make them."""
     forms = set()
-    for name, cls in vars(module).items():
-        if not (
-            isinstance(cls, type)
-            and issubclass(cls, nn.Module)
-            and "Rotary" in name
-            and cls.__module__ == module.__name__
-        ):
-            continue
+    classes = [c for name, c in vars(module).items() if isinstance(c, type) and "Rotary" in name]
+    for cls in (c for c in classes if issubclass(c, nn.Module) and c.__module__ == module.__name__):
         for each in configs_of(config):
-            with contextlib.suppress(
-                Exception
-            ):  # this configuration may not fit the class: a vision tower's, for example
+            # this configuration may not fit the class: a vision tower's, for example
+            with contextlib.suppress(Exception):
                 # The embedding itself shows the form: names of classes do not
-                embed = _embedding(cls, each)
+                embed: Any = _embedding(cls, each)
                 # take the kind of layer from the class: some kinds in the config have no rotation,
                 # or another name here
-                more = (
-                    {"layer_type": next(iter(embed.rope_type))}
-                    if "layer_type" in inspect.signature(cls.forward).parameters
-                    else {}
-                )
-                positions = torch.arange(5)[None]
+                takes = inspect.signature(cls.forward).parameters
+                more = {"layer_type": next(iter(embed.rope_type))} if "layer_type" in takes else {}
+                x, positions = torch.zeros(1, 5, 8), torch.arange(5)[None]
                 try:
-                    cos, sin = embed(torch.zeros(1, 5, 8), positions, **more)
+                    cos, sin = embed(x, positions, **more)
                 except Exception:  # multimodal positions: time, height and width
-                    cos, sin = embed(
-                        torch.zeros(1, 5, 8), torch.stack((positions, 3 * positions, 7 * positions)), **more
-                    )
+                    cos, sin = embed(x, torch.stack((positions, 3 * positions, 7 * positions)), **more)
                 forms.add(_form(torch.stack((cos, sin))))
                 break
     return forms
@@ -157,13 +145,8 @@ def without_flat(row: Family) -> Family:
     """Return ``row`` without rope functions whose tables are made inside a tower: only images
     show whether they fit."""
     flat = {name: "its tables are not understood" for name, label in row.swapped.items() if label in FLAT}
-    return (
-        dataclasses.replace(
-            row, swapped={n: v for n, v in row.swapped.items() if n not in flat}, left_alone=row.left_alone | flat
-        )
-        if flat
-        else row
-    )
+    swapped = {name: label for name, label in row.swapped.items() if name not in flat}
+    return dataclasses.replace(row, swapped=swapped, left_alone=row.left_alone | flat)
 
 
 def infer(model_type: str, config: Any = None) -> Family:

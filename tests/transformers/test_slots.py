@@ -32,8 +32,7 @@ from transformers.activations import ACT2FN
 
 from liger_kernel.testing import assert_as_accurate
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, instance_patches, projections_report, restore
-from liger_kernel.transformers.recognise import experts as experts_module
-from liger_kernel.transformers.recognise import slots
+from liger_kernel.transformers.recognise import experts as experts_module, slots
 from liger_kernel.transformers.recognise.activations import activation
 from liger_kernel.transformers.recognise.families import CAUSAL, IMAGE_TEXT_TO_TEXT, configs_of, modeling
 

@@ -109,7 +109,7 @@ def batch_of(
             value = torch.tensor(value, dtype=torch.float32)  # as the loss makes one of a number
         if type(value) is Tensor and not value.requires_grad:
             tensors[name] = value
-        elif isinstance(value, bool | int | float | str | None):
+        elif isinstance(value, int | float | str | None):
             constants[name] = value
         else:
             of = "a tensor that requires a gradient" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -303,14 +303,14 @@ class Graphs:
                 self._refused = f"it changes too often: {change}"
             elif not (why := self._unfit(model)):
                 self._gradients = Gradients([p for p in model.parameters() if p.requires_grad])
-                self._packs = None if self.packer is None else self.packer(model)
+                self._packs = self.packer and self.packer(model)
             else:
                 self._refused = why
         if self._gradients is None:
             return self._refused
         device = self._gradients.params[0].device
         row = None
-        if not (self._packs is None or self._padded or is_packed(given) or self._changed_by_padding(model, True)):
+        if self._packs and not (self._padded or is_packed(given) or self._changed_by_padding(model, True)):
             row = self._packs(given)
             given = given if row is None else row.given
         longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -339,7 +339,7 @@ class Graphs:
         return None
 
     def _changed_by_padding(self, model: Any, packed: bool) -> str:
-        if self.pads is not None and packed not in self._exact:
+        if self.pads and packed not in self._exact:
             self._exact[packed] = self.pads(model, packed)
         return self._exact[packed]
 
@@ -451,7 +451,7 @@ class Graphs:
         lines += [f"  {n} as it was: {why}" for why, n in self.reasons.most_common()]
         reasons = {why: packed for packed, why in sorted(self._exact.items(), reverse=True) if why}
         lines += [f"  {'packed ' * packed}rows are not padded: {why}" for why, packed in reasons.items()]
-        lines += [f"  padded rows are not packed: {self._padded}"] if self._padded else []
+        lines += [f"  padded rows are not packed: {self._padded}"] * bool(self._padded)
         lines += ["  the whole head is computed: labels are on the GPU, and nobody counted them"] * self._uncounted
         lines += [f"  {text}" for text in self._measured]
         return "\n".join(lines)

@@ -620,7 +620,7 @@ def test_which_head_runs(tmp_path, monkeypatch, trainer, kind, options):
     if Version(first) > VERSION:
         pytest.skip(f"{trainer} has a head that we know from trl {first} on")
     name = "divergence" if trainer == "DistillationTrainer" else "logprobs"
-    find = getattr(trl_head, "_of_logprobs" if name == "logprobs" else "_of_divergences")
+    theirs = trl_head._FUNCTIONS[name == "divergence"]
     calls = calls_of(monkeypatch, trl_head, f"linear_{name}")
     runs, counts = [], []
     for use, more in ((False, {}), (True, {"fused_logprobs": False}), (True, {})):
@@ -629,7 +629,7 @@ def test_which_head_runs(tmp_path, monkeypatch, trainer, kind, options):
         runs.append(taught(tmp_path / str(len(runs)), trainer, kind, use, **(options | config)))
         counts.append(len(calls))
         restore()  # the reference, too
-        assert "apply" not in vars(find())
+        assert "apply" not in vars(theirs.find())
     losses = [[e["loss"] for e in logs if "loss" in e] for _, logs, _ in runs]
     assert len(losses[0]) == 2 and counts[:2] == [0, 0] and counts[2] >= 4  # two steps of two batches
     assert losses[1:] == [pytest.approx(losses[0], rel=1e-5, abs=1e-6)] * 2

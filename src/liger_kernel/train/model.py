@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers its operator
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -28,10 +29,6 @@ from liger_kernel.train.ranks import local_rank
 from liger_kernel.train.token_rows import TokenRows
 from liger_kernel.utils import varlen_lacks
 
-# PyTorch before 2.10 has no such module
-with contextlib.suppress(ImportError):
-    # registers its operator
-    import torch.nn.attention.varlen
 
 
 def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:

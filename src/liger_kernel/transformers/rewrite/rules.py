@@ -486,7 +486,7 @@ def informed(make: Callable, given: bool, more: Mapping[str, Any]) -> Callable:
         several = given and isinstance(bounds, Tensor) and positions is not None and len(bounds) - 1 > len(positions)
         if positions is None or (given and not several):
             return make(*args, **arguments)
-        _answer()
+        answer_by_documents()
         token = _documents.set((not several, positions))
         try:
             return make(*args, **arguments)
@@ -497,7 +497,7 @@ def informed(make: Callable, given: bool, more: Mapping[str, Any]) -> Callable:
 
 
 @functools.cache
-def _answer() -> None:
+def answer_by_documents() -> None:
     """Let Transformers take its answer from ``_documents``, while that knows these positions."""
     look = getattr(masking_utils, "find_packed_sequence_indices", None)
     if look is None:

@@ -443,10 +443,10 @@ def test_what_patched_models_ask_once_is_asked_by_no_simulation(monkeypatch):
     stock = lambda positions: None
     with monkeypatch.context() as fresh:
         fresh.setattr(masking_utils, "find_packed_sequence_indices", stock)
-        rules._answer.cache_clear()
+        rules.answer_by_documents.cache_clear()
         simulated.simulated(llama(1), RUN, "bf16")
         assert masking_utils.find_packed_sequence_indices.__wrapped__ is stock
-    rules._answer.cache_clear()
+    rules.answer_by_documents.cache_clear()
 
 
 @pytest.mark.parametrize("room", [50, 1000, 999_999])

@@ -30,7 +30,6 @@ from liger_kernel.train.token_rows import TokenRows
 from liger_kernel.utils import varlen_lacks
 
 
-
 def device_and_precision(config: TrainConfig) -> tuple[torch.device, str]:
     """Resolve ``auto``: the GPU if there is one, with fp32 weights and bf16 arithmetic;
     otherwise the CPU in fp32."""

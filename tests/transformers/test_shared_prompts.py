@@ -146,6 +146,33 @@ def test_adapters_share_prompts(served, rows):
     assert rows == [TOKENS]
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("prompts", [1, 2])  # of a single one, cuDNN computes the second call on Hopper
+def test_attention_in_16_bits(prompts, monkeypatch):
+    """Beside plain PyTorch in fp32."""
+    span = lambda of_q, of_k, causal: prefix_attention.Span(
+        *(torch.tensor([0, *n]).cumsum(0, dtype=torch.int32) for n in (of_q, of_k)), max(of_q), max(of_k), causal
+    )
+    asked, answers = [70, 33][:prompts], [40, 9, 25, 1]
+    by_prompt = [sum(answers[i::prompts]) for i in range(prompts)]
+    P, N = sum(asked), sum(asked + answers)
+    of = prefix_attention.Branches(span(asked + answers, asked + answers, True), span(by_prompt, asked, False), 0, P)
+    torch.manual_seed(0)
+    given = [torch.randn(N, h, 64, dtype=torch.bfloat16) for h in (4, 2, 2, 4)]
+
+    def learn(device, dtype):
+        q, k, v, do = (t.to(device, dtype) for t in given)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = prefix_attention._Joined.apply(*leaves, of.to(torch.device(device)), None)
+        return [t.detach().cpu().float() for t in (out, *torch.autograd.grad(out, leaves, do))]
+
+    found = learn(DEVICE, torch.bfloat16)
+    monkeypatch.setattr(prefix_attention, "_forward", forward)
+    monkeypatch.setattr(prefix_attention, "_backward", backward)
+    for got, want in zip(found, learn("cpu", torch.float32)):
+        assert (got - want).norm() < 0.02 * want.norm()
+
+
 def test_log_probabilities_of_answers(served, rows):
     given = batch()
     given.pop("labels")

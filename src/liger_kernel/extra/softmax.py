@@ -4,9 +4,8 @@ largest x.
 Shapes: x, y (..., N) once the dim is last.  M = product of the other dims.  The gradient is ``dx =
 y * (dy - sum_j dy_j y_j)``, of y as returned.
 
-A short row is held in registers. A longer row is read twice, in the forward except for the blocks
-that a program holds. The second sweep goes backwards from the end of the first, which is still in
-the L2 cache. ``launch_fwd`` and ``launch_bwd`` launch such
+A short row is held in registers. A longer row is read twice. The second sweep goes backwards from
+the end of the first, which is still in the L2 cache. ``launch_fwd`` and ``launch_bwd`` launch such
 pairs of kernels, also those of ``sparsemax``.
 
 Inside ``torch.compile``, Inductor computes short rows, because it fuses softmax with neighbouring
@@ -28,7 +27,6 @@ from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, store_t
 # Columns of a row that one program holds in registers: 32 fp32 values per thread; in the backward of
 # two tensors
 MAX_N, MAX_N_BWD = 32768, 16384
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def reference(x, *, dim):
@@ -40,20 +38,6 @@ def _over(e, total, PRECISE: tl.constexpr):
     """e / total. In fp32 each to the last bit: a rounded 1 / total would move a whole row's sum
     away from 1."""
     return div(e, total) if PRECISE else e * (1.0 / total)
-
-
-@jit
-def _term(x, shift, PRECISE: tl.constexpr):
-    """exp(x - shift), as exp2 of two products one instruction less."""
-    return exp_of(x - shift, True) if PRECISE else tl.exp2(x * _LOG2E - shift * _LOG2E)
-
-
-@jit
-def _share(x, shift, total, PRECISE: tl.constexpr):
-    """exp(x - shift) / total."""
-    # by another formula than the terms, which the compiler would keep for it, in twice the registers
-    lse = shift + tl.log(total)
-    return div(exp_of(x - shift, True), total) if PRECISE else tl.exp2((x - lse) * _LOG2E)
 
 
 @jit
@@ -74,54 +58,40 @@ def load_part(ptr, at, N, other, POLICY: tl.constexpr):
 
 
 @jit
-def _total(x_ptr, start, N, shift, lane, UNROLL: tl.constexpr, BLOCK: tl.constexpr):
-    """Each lane's sum of exp(x - shift) over a row from column ``start`` on."""
+def _total(x_ptr, N, shift, lane, BLOCK: tl.constexpr):
+    """The sum of exp(x - shift) over a row."""
     total = tl.zeros((BLOCK,), tl.float32)
-    for col in tl.range(start, N, BLOCK, loop_unroll_factor=UNROLL):
-        x = load_part(x_ptr, col + lane, N, -float("inf"), "evict_last")
-        total += _term(x, shift, x_ptr.dtype.element_ty == tl.float32)
-    return total
+    for start in range(0, N, BLOCK):
+        x = load_part(x_ptr, start + lane, N, -float("inf"), "evict_last")
+        total += exp_of(x - shift, x_ptr.dtype.element_ty == tl.float32)
+    return tl.sum(total, axis=0)
 
 
 @jit
-def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr):
-    """The first HELD blocks stay in registers."""
+def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     end = row % N + 1 if CAUSAL else N
     x_ptr += row * x_stride
     y_ptr += row * N
     lane = tl.arange(0, BLOCK)
-    PRECISE: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
-    # loads on their way at a time
-    UNROLL: tl.constexpr = 3 if HELD else 1
-    held = tl.tuple(())
-    for k in tl.static_range(HELD):
-        at = k * BLOCK + lane
-        held += (tl.load(x_ptr + at, mask=at < end, other=-float("inf"), eviction_policy="evict_first"),)
     # one exponential a value: numbers are counted from the largest of the first block
-    if HELD:
-        shift = tl.max(held[0].to(tl.float32), axis=0)
-    else:
-        shift = tl.max(load_part(x_ptr, lane, end, -float("inf"), "evict_last"), axis=0)
+    x = load_part(x_ptr, lane, end, -float("inf"), "evict_last")
+    shift = tl.max(x, axis=0)
     shift = tl.where(shift == -float("inf"), 0.0, shift)
-    parts = _total(x_ptr, HELD * BLOCK, end, shift, lane, UNROLL, BLOCK)
-    for k in tl.static_range(HELD):
-        parts += _term(held[k].to(tl.float32), shift, PRECISE)
-    total = tl.sum(parts, axis=0)
+    total = _total(x_ptr, end, shift, lane, BLOCK)
     if (total > 1e30) | (total < 1e-30):  # that was too far from the others: from the largest of all
         top = tl.full((BLOCK,), -float("inf"), tl.float32)
         for start in range(0, end, BLOCK):
-            top = tl.maximum(top, load_part(x_ptr, start + lane, end, -float("inf"), ""))
+            top = tl.maximum(
+                top, tl.load(x_ptr + start + lane, mask=start + lane < end, other=-float("inf")).to(tl.float32)
+            )
         shift = tl.max(top, axis=0)
-        total = tl.sum(_total(x_ptr, 0, end, shift, lane, 1, BLOCK), axis=0)
-    for k in tl.static_range(HELD):
-        at = k * BLOCK + lane
-        y = _share(held[k].to(tl.float32), shift, total, PRECISE)
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N, eviction_policy="evict_first")
-    blocks = tl.cdiv(N, BLOCK) - HELD
-    for i in tl.range(0, blocks, loop_unroll_factor=UNROLL):
-        col = (HELD + blocks - 1 - i) * BLOCK + lane
-        y = _share(load_part(x_ptr, col, end, -float("inf"), "evict_first"), shift, total, PRECISE)
+        total = _total(x_ptr, end, shift, lane, BLOCK)
+    blocks = tl.cdiv(N, BLOCK)
+    for i in range(0, blocks):
+        col = (blocks - 1 - i) * BLOCK + lane
+        x = load_part(x_ptr, col, end, -float("inf"), "evict_first")
+        y = _over(exp_of(x - shift, x_ptr.dtype.element_ty == tl.float32), total, x_ptr.dtype.element_ty == tl.float32)
         tl.store(y_ptr + col, y.to(y_ptr.dtype.element_ty), mask=col < N, eviction_policy="evict_first")
 
 
@@ -156,9 +126,9 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
         )
 
 
-def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, elements: int, **of_long: int) -> Tensor:
+def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, elements: int) -> Tensor:
     """y of x. ``causal``: in square matrices, only the columns up to the diagonal count, and the
-    others are zero. ``of_long``: constexprs of the kernel for long rows."""
+    others are zero."""
     M, N = x.shape
     y = x.new_empty(M, N)
     if tracing(x):
@@ -168,7 +138,7 @@ def launch_fwd(short: Any, long: Any, x: Tensor, causal: bool, name: str, *, ele
         launch(short, (cdiv(M, c.block_m),), x, y, M, N, x.stride(0), CAUSAL=causal, **c.tile)
     else:
         c = launch_config.tile(name, N, x.itemsize, elements=1, max_block_n=8192, per_thread=8)
-        launch(long, (M,), x, y, N, x.stride(0), CAUSAL=causal, **of_long, **c.row)
+        launch(long, (M,), x, y, N, x.stride(0), CAUSAL=causal, **c.row)
     return y
 
 
@@ -194,18 +164,12 @@ def launch_bwd(
 
 @launcher("(Tensor x, bool causal) -> Tensor")
 def softmax_fwd(x, causal) -> Tensor:
-    # H200, bf16, 4096 x 128256: 585 us; 677 with nothing held
-    return launch_fwd(_fwd, _fwd_long, x, causal, "softmax_fwd", elements=4096, HELD=4 * _wide(x.shape[1], x.itemsize))
-
-
-def _wide(N: int, itemsize: int) -> bool:
-    """Rows of which a thread loads 16 bytes at a time."""
-    return N >= 65536 and not N % 16 and itemsize == 2
+    return launch_fwd(_fwd, _fwd_long, x, causal, "softmax_fwd", elements=4096)
 
 
 def _sweep(N: int, itemsize: int) -> tuple[int, int]:
     # H200, bf16, 2048 x 128256: 516 us; 585 us with blocks of 8192, which unaligned rows need
-    block = 32768 if _wide(N, itemsize) else 8192
+    block = 32768 if N >= 65536 and not N % 16 and itemsize == 2 else 8192
     return block, block // 1024
 
 

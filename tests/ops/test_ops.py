@@ -271,6 +271,19 @@ def test_a_recorded_torch_function_has_gradients():
     torch.testing.assert_close(found, expected)
 
 
+@needs_kernels
+@pytest.mark.parametrize("name", ["fused_add_rms_norm", "rope", "lora_linear", "lora_mlp"])
+def test_tensors_of_a_finished_transform(name):
+    """They have no memory of their own: tables of angles that a module has kept."""
+    op, kept = OPS[name], []
+    args = _first(op)[0].make(torch.float32, DEVICE)
+    for key, t in args.items():
+        if isinstance(t, Tensor) and t.is_floating_point():
+            torch.func.grad(lambda t: (kept.append(t * 1), t.sum())[1])(t.detach())
+            found, expected = (forward(op.fn, args | {key: each}) for each in (kept[-1], t.detach()))
+            assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 def test_forward_mode_is_that_of_the_reference(op):
     args = _first(op)[0].make(torch.float64, DEVICE)

@@ -756,7 +756,7 @@ def test_a_damaged_checkpoint_in_a_store_is_written_again(config, tmp_path):
 @pytest.mark.parametrize(
     "before, after, message",
     [
-        (dict(layers=2), dict(layers=1), r"does not fit this model: .*layers.1.* has shape \(.*\) there, None here"),
+        (dict(layers=2), dict(layers=1), r"does not fit this model: .*layers.1.* has shape \(.*\) there, none here"),
         (dict(heads=2, kv_heads=2), dict(heads=4, kv_heads=4), "another model: .*'num_attention_heads': 2"),
     ],
 )

@@ -358,7 +358,7 @@ def _check_call(given: dict[str, Any]) -> None:
     for name in ("attention_mask", "position_ids"):
         value = given.get(name)
         if value is not None and not (isinstance(value, Tensor) and value.ndim == 2):
-            got = getattr(value, "shape", type(value).__name__)
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"ulysses: {name} must be a tensor (B, T), got {got}")
 
 

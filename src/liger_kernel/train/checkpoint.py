@@ -130,7 +130,7 @@ class Checkpoints:
         sizes, own = ({k: tuple(v["size"]) for k, v in there.items()}, {k: tuple(t.shape) for k, t in tensors.items()})
         for name in sorted(sizes.keys() | own.keys()):
             if sizes.get(name) != own.get(name):
-                shapes = f"shape {sizes.get(name)} there, {own.get(name)} here"
+                shapes = f"shape {sizes.get(name, 'none')} there, {own.get(name, 'none')} here"
                 raise UserError(f"checkpoint {path} does not fit this model: {name:.100} has {shapes}")
         try:
             dcp.load(tensors, storage_reader=IndexReader(path), process_group=self.ranks.saving)

@@ -228,8 +228,9 @@ def _of_steps(module: types.ModuleType, row: Family, parts: Mapping[str, Any], h
 
 
 def _classes(module: types.ModuleType, base: type) -> list[type]:
-    classes = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, base)]
-    return [c for c in classes if c.__module__ == module.__name__]
+    # before issubclass: for Python 3.10, list[int] is a type that is no class
+    own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    return [c for c in own if issubclass(c, base)]
 
 
 def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None) -> Patches:

@@ -153,6 +153,22 @@ def test_products_are_chosen(monkeypatch):
         said()
 
 
+def test_scales_are_read_at_each_call(monkeypatch):
+    monkeypatch.setattr(projections, "multiplies", lambda device: True)
+    lora = adapted(nn.Sequential(fp8.FP8Linear(256, 128, block_size=(128, 128))), ["0"]).base_model.model[0]
+    layer = lora.base_layer
+    layer.weight_scale_inv.data.fill_(1)
+    x = torch.ones(1, 256, dtype=torch.bfloat16)
+    itself = lambda found, x: found
+    read = lambda: projections.kept(itself, x, [lora])[0].weight
+    first = read().forth.clone()
+    with torch.no_grad():
+        layer.weight_scale_inv.mul_(2)
+    assert torch.equal(read().forth, 2 * first)
+    monkeypatch.setenv("LIGER_FP8_BLOCKS", "decoded")
+    assert read().products == "decoded for each product"
+
+
 def test_what_stays_stock():
     layer = fp8.FP8Linear(32, 32, block_size=(16, 16))
     layer.weight_scale_inv.data.fill_(1)

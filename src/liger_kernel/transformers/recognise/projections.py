@@ -426,7 +426,8 @@ def kept(make: Callable[..., Any], x: Tensor, modules: Sequence[nn.Module], *how
         return known[1]
     found = [projection(m, dtype) for m in modules]
     made = make(found, x, *how)
-    if states and all(states) and all(isinstance(getattr(p, "weight", None), (Dense, Dequantized)) for p in found):
+    # no others: of scales in blocks a state knows nothing
+    if states and all(states) and all(type(getattr(p, "weight", None)) in (Dense, Dequantized) for p in found):
         _KEPT[modules[0]] = seen, made
     else:  # what it was is nobody's any more
         _KEPT.pop(modules[0], None)

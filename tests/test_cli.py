@@ -32,6 +32,14 @@ def test_help_of_train_says_what_a_flag_does_and_its_default(capsys):
     assert "--fused-linear-cross-entropy, --no-fused-linear-cross-entropy" in out
 
 
+def test_help_of_other_commands_says_defaults_once(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "--repeats N timed calls of each variant (default: 11)" in out
+    assert "comma-separated (default: bf16, fp32 without a GPU) --mode" in out
+
+
 def test_ops_lists_the_registry(capsys):
     from liger_kernel.bench.cases import OPS
 

@@ -36,6 +36,7 @@ from hf_models import DEVICE, assert_same_bits, assert_same_learning, make, step
 from liger_kernel.transformers.monkey_patch import _patch_layer_norm_module, _patch_rms_norm_module
 from peft.tuners.lora import layer as lora_layer
 from quick import further
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import liger_kernel.transformers as ours
@@ -528,6 +529,11 @@ def of_the_class(owner, name, value):
     setattr(owner, name, before)
 
 
+def held_as_buffer(m: nn.Module, name: str, value: torch.Tensor) -> None:
+    delattr(m, name)
+    m.register_buffer(name, value)
+
+
 CHANGES = {
     "off": lambda m: m.enable_adapters(False),
     "another": lambda m: m.set_adapter("other"),
@@ -537,6 +543,9 @@ CHANGES = {
     "scale": lambda m: m.scale_layer(0.5),
     "bias of an adapter": lambda m: setattr(m.lora_B["default"], "bias", nn.Parameter(torch.ones(m.out_features))),
     "bias of A": lambda m: setattr(m.lora_A["default"], "bias", nn.Parameter(torch.ones(4))),
+    "bias of A that is a buffer": lambda m: held_as_buffer(m.lora_A["default"], "bias", torch.ones(4)),
+    "bias of the base that is a buffer": lambda m: held_as_buffer(m.base_layer, "bias", torch.ones(m.out_features)),
+    "traced base": lambda m: setattr(m, "base_layer", torch.jit.trace(m.base_layer, torch.ones(1, m.in_features))),
     "bias of the base": lambda m: setattr(m.base_layer, "bias", nn.Parameter(torch.ones(m.out_features))),
     "weight": lambda m: setattr(m.base_layer, "weight", nn.Parameter(m.base_layer.weight.detach().clone())),
     "shape": lambda m: setattr(m.base_layer.weight, "data", m.base_layer.weight.data[:2]),
@@ -661,10 +670,20 @@ def test_what_is_kept_of_a_layer_is_no_part_of_it():
         assert found_by_a_node(other).adapters[0].a is other.lora_A["default"].weight
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         assert set(threads.map(found_by_a_node, [m] * 64)) == {first}
-    kept, alive = len(projections._KEPT), weakref.ref(first)
+    kept, alive = len(projections.KEPT), weakref.ref(first)
     del m, first, other
     gc.collect()
-    assert alive() is None and len(projections._KEPT) < kept
+    assert alive() is None and len(projections.KEPT) < kept
+
+
+def test_a_restored_model_lets_its_weights_go(ran):
+    model = patch(adapted())
+    step(model, tokens(**BATCH))
+    alive = weakref.ref(lora(model, "q_proj").base_layer.weight)
+    restore(model)
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    gc.collect()
+    assert ran and alive() is None
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -677,8 +696,11 @@ def test_a_change_of_a_layer_in_four_bits_is_seen_at_the_next_call():
     m.base_layer.compute_dtype = torch.float32
     found = read()
     assert isinstance(found, Dequantized)
-    m.base_layer.weight.data = m.base_layer.weight.data.clone()  # it is held by its memory
-    assert read() is not found
+    memory = StorageWeakRef(m.base_layer.weight.untyped_storage())
+    m.base_layer.weight.data = torch.zeros_like(m.base_layer.weight.data)  # as a model does that moves
+    assert memory.expired() and read() is found and found.dense(torch.float32).unique().numel() <= 64
+    m.base_layer.weight.quant_state.packing_format_for_cpu = True  # in place, by a step of generation
+    assert "packed for a CPU" in read().why
     m.base_layer.weight.quant_state = None
     assert "without its state" in read().why
 

@@ -61,6 +61,8 @@ def dense_four_bits(packed, absmax, code, absmax2, code2, offset, shape, blocksi
 
 def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """The dense weight of ``packed`` and its ``QuantState``."""
+    # a plain tensor: the parameter class of bitsandbytes intercepts every operation
+    packed = packed.as_subclass(Tensor)
     # others are left to bitsandbytes, which knows all its formats
     nested, plain = state.state2, packed.dtype == torch.uint8 and packed.is_contiguous()
     if use_kernels(packed, dtype) and plain and state.dtype in (dtype, torch.float32):
@@ -77,9 +79,8 @@ def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 def four_bits(packed: Tensor, state: Any, transposed: bool = False) -> Dequantized:
     """A weight of bitsandbytes, or the weights of experts, from its data and its ``QuantState``.
     ``transposed``: it is stored as (..., K, N)."""
-    # a plain tensor: the parameter class of bitsandbytes intercepts every operation
-    packed = packed.as_subclass(Tensor)
     *lead, N, K = state.shape
+    # the parameter and not its memory, which goes when the model moves
     made = functools.partial(dequantize, packed, state)
     if transposed:
         return Dequantized((*lead, K, N), None, True, dequantize=lambda dtype: made(dtype).mT)

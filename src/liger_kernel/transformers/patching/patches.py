@@ -31,6 +31,7 @@ from liger_kernel.transformers import invariant_attention, trl_logits
 from liger_kernel.transformers.fp8 import give_back
 from liger_kernel.transformers.recognise.families import modeling
 from liger_kernel.transformers.recognise.packed_layers import give_packed_back
+from liger_kernel.transformers.recognise.projections import KEPT
 
 WARNED: set[str] = set()
 
@@ -376,6 +377,7 @@ def restore(model: nn.Module | str | None = None) -> None:
     """
     trl_logits.stop(model)
     invariant_attention.release(model)
+    KEPT.clear()  # it would keep alive what the layers no longer hold
     if isinstance(model, nn.Module):
         give_back(model)
         give_packed_back(model)

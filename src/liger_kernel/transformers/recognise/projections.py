@@ -373,18 +373,20 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Fallback:
 
 
 # of the first of some layers of PEFT: all that they were last read from, and what was made of that
-_KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[list, Any]] = weakref.WeakKeyDictionary()
+KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[list, Any]] = weakref.WeakKeyDictionary()
 
 
 def _state(m: Any) -> tuple | None:
     """All that ``projection`` reads of a layer with one adapter whose base is dense or in 4 bits: while it is the
     same, so is the projection. To look at it takes a third of the time of reading. It holds no tensor, whose
     comparison would make the host wait, but ids, of tensors that the projection holds. None for other layers."""
+    if not is_adapted(m):
+        return None
     own = m.__dict__
     parts, active = own["_modules"], own.get("_active_adapter")
     if type(active) is list and len(active) == 1:
         active = active[0]
-    if type(active) is not str or not is_adapted(m):
+    if type(active) is not str:
         return None
     if own["_disable_adapters"] or own["merged_adapters"] or active in own["lora_variant"]:
         return None
@@ -398,7 +400,11 @@ def _state(m: Any) -> tuple | None:
             return None
         if of["_backward_hooks"] or of["_backward_pre_hooks"]:
             return None
-    w, _, wa, _, wb, _ = tensors = [of["_parameters"].get(name) for of in inside[:3] for name in ("weight", "bias")]
+    held = [of.get("_parameters", {}) for of in inside[:3]]
+    # a traced layer has none, and a bias may be any other attribute
+    if not all(["bias" in each for each in held]):
+        return None
+    w, _, wa, _, wb, _ = tensors = [each.get(name) for each in held for name in ("weight", "bias")]
     stored, scale, p = getattr(w, "quant_state", None), own["scaling"][active], inside[3].get("p", 0.0)
     # a tensor that only represents one has another class
     if not type(wa) is type(wb) is nn.Parameter or not (type(w) is nn.Parameter or stored is not None):
@@ -409,8 +415,7 @@ def _state(m: Any) -> tuple | None:
         (type(m).forward, type(base).forward, nn.Linear.forward, *map(type, (m, base, a, b, drop))),
         (scale, p, drop.training, inside[0].get("compute_dtype")),
         (own.get("fan_in_fan_out"), own.get("cast_input_dtype_enabled")),
-        # 4-bit weights are held by their memory
-        (w.data_ptr(), id(stored), *map(id, tensors)),
+        (id(stored), getattr(stored, "packing_format_for_cpu", False), *map(id, tensors)),
         [(t.device, t.dtype, t.shape, hasattr(t, "ds_id")) for t in (w, wa, wb)],
     )
 
@@ -422,15 +427,15 @@ def kept(make: Callable[..., Any], x: Tensor, modules: Sequence[nn.Module], *how
     states = [] if _has_any_global_hook() else [_state(m) for m in modules]
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     seen = [make, how, x.shape[-1], x.device, dtype, autocast, *states]
-    if (known := _KEPT.get(modules[0])) is not None and known[0] == seen:
+    if (known := KEPT.get(modules[0])) is not None and known[0] == seen:
         return known[1]
     found = [projection(m, dtype) for m in modules]
     made = make(found, x, *how)
     # no others: of scales in blocks a state knows nothing
     if states and all(states) and all(type(getattr(p, "weight", None)) in (Dense, Dequantized) for p in found):
-        _KEPT[modules[0]] = seen, made
+        KEPT[modules[0]] = seen, made
     else:  # what it was is nobody's any more
-        _KEPT.pop(modules[0], None)
+        KEPT.pop(modules[0], None)
     return made
 
 

@@ -627,6 +627,40 @@ def test_a_change_of_a_layer_is_seen_at_the_next_call(change):
         assert answer(found_by_a_node(m)) == answer(first)
 
 
+OF_PLAIN = {
+    "bias": lambda m: setattr(m, "bias", nn.Parameter(torch.ones(8))),
+    "bias that is a buffer": lambda m: held_as_buffer(m, "bias", torch.ones(8)),
+    "weight": lambda m: setattr(m, "weight", nn.Parameter(m.weight.detach().clone())),
+    "shape": lambda m: setattr(m.weight, "data", m.weight.data[:2]),
+    "dtype": lambda m: m.double(),
+    "class": lambda m: setattr(m, "__class__", Double),
+    "ZeRO": lambda m: setattr(m.weight, "ds_id", 1),
+    "hook": lambda m: m.register_forward_hook(print),
+    "forward": lambda m: setattr(m, "forward", print),
+    "backward hook": lambda m: m.register_full_backward_pre_hook(print),
+    "forward of linear layers": lambda m: of_the_class(nn.Linear, "forward", lambda self, x: x),
+}
+
+
+@pytest.mark.parametrize("change", OF_PLAIN)
+def test_a_change_of_a_plain_layer_beside_adapters_is_seen(change):
+    m = nn.Linear(6, 8, bias=False)
+    first = found_by_a_node(m)
+    assert found_by_a_node(m) is first
+    undo = OF_PLAIN[change](m)
+    with undo if hasattr(undo, "__enter__") else contextlib.nullcontext():
+        changed = answer(found_by_a_node(m))
+        assert changed != answer(first) and changed == answer(projections.projection(m, torch.float32))
+
+
+def test_layers_of_which_some_have_adapters_are_kept_together():
+    model = adapted(targets=["q_proj", "v_proj"])
+    attention = next(m for m in model.modules() if hasattr(m, "q_proj"))
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    x = torch.ones(1, attention.k_proj.in_features)
+    assert projections.kept(_itself, x, layers) is projections.kept(_itself, x, layers)
+
+
 BACK = {
     "enabled": (lambda m: m.enable_adapters(False), lambda m: m.enable_adapters(True)),
     "set": (lambda m: m.set_adapter("other"), lambda m: m.set_adapter("default")),

@@ -372,8 +372,8 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Fallback:
     return weight if isinstance(weight, Fallback) else Projection(weight, m.bias)
 
 
-# of the first of some layers of PEFT: all that they were last read from, and what was made of that
-KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[list, Any]] = weakref.WeakKeyDictionary()
+# of the first of some layers of PEFT, by what made it: all that they were last read from, and what was made of that
+KEPT: weakref.WeakKeyDictionary[nn.Module, dict[Callable, tuple[list, Any]]] = weakref.WeakKeyDictionary()
 
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -437,16 +437,16 @@ def kept(make: Callable[..., Any], x: Tensor, modules: Sequence[nn.Module], *how
     dtype = product_dtype(x)
     states = [] if _has_any_global_hook() else [_state(m) for m in modules]
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    seen = [make, how, x.shape[-1], x.device, dtype, autocast, *states]
-    if (known := KEPT.get(modules[0])) is not None and known[0] == seen:
+    seen, mine = [how, x.shape[-1], x.device, dtype, autocast, *states], KEPT.setdefault(modules[0], {})
+    if (known := mine.get(make)) is not None and known[0] == seen:
         return known[1]
     found = [projection(m, dtype) for m in modules]
     made = make(found, x, *how)
     # no others: of scales in blocks a state knows nothing
     if states and all(states) and all(type(getattr(p, "weight", None)) in (Dense, Dequantized) for p in found):
-        KEPT[modules[0]] = seen, made
+        mine[make] = seen, made
     else:  # what it was is nobody's any more
-        KEPT.pop(modules[0], None)
+        mine.pop(make, None)
     return made
 
 

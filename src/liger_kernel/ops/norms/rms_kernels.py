@@ -31,7 +31,7 @@ CASTING = ("llama", "gemma", "none")
 # H200, bf16, 256 x 65536 by blocks: forward 32 us, backward 53 (to copy as many bytes: 22, 32)
 FWD_N, BWD_N = 16384, 8192
 # Bytes of a row that a program of ``fused_add_rms_norm`` reads twice. H200, bf16, 4096 / 256 / 4 x
-# 65536: 288 / 26 / 11 us; by blocks 387 / 32 / 9 (to copy as many bytes: 258, 21, 6)
+# 65536: 320 / 28.5 / 11.5 us; by blocks 386 / 31.5 / 9.2 (to copy as many bytes: 259, 22, 5.7)
 ROW_BYTES = 131072
 
 

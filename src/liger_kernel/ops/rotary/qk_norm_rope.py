@@ -319,7 +319,7 @@ def qk_norm_rope_bwd(
     B, T, Hq, Hk, D, half = q.shape[0], q.shape[time], q.shape[heads], k.shape[heads], q.shape[3], cos.shape[-1]
     block_r, block_rest = _blocks(D, half)
     # A tile is x, its gradient and a sum for dw, 16 values of each a thread: 16 warps fill a
-    # processor. H200, (4, 2048) tokens, 32 and 8 heads of 128, bf16: 76 us; in two launches 84
+    # processor. H200, (4, 2048) tokens, 32 and 8 heads of 256, bf16: 150 us; in two launches 162
     name = "qk_norm_rope_bwd" if 2 * half == D else "qk_norm_rope_bwd_partial"
     c = launch_config.tile(name, 2 * block_r + block_rest * (2 * half < D), q.itemsize, elements=2048, pipelined=2 * 4)
     block_h = min(next_power_of_2(max(Hq, Hk)), c.block_m)

@@ -109,8 +109,8 @@ TILES = {
     "keys": (64, 4, 2),
 }
 # the two loops over chunks, if nine in ten processors have a program of theirs with as many values (4 x
-# 2048 tokens: 275 -> 158 and 341 -> 248 us)
-MANY = {"states": (64, 4, 2), "dstates": (64, 4, 2)}
+# 2048 tokens: 275 -> 158 and 341 -> 248 us; of kda, 412 -> 253)
+MANY = {"states": (64, 4, 2), "dstates": (64, 4, 2), "kda_dstates": (64, 4, 2)}
 
 
 def _precise(q: Tensor) -> bool:

@@ -81,16 +81,17 @@ def _tile(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """A tile of a tensor (rows, groups, WIDTH), zero beyond ``WIDTH`` and from row ``end`` on. By
-    TMA, such a row may be another document's: whoever reads it multiplies it by zero."""
+    TMA, such a row may be another document's: whoever reads it multiplies it by zero. Places within
+    a tile have 32 bits: fewer registers."""
     if TMA:
         found = x.load([row, group * WIDTH + col])
     else:
-        r = row + tl.arange(0, ROWS)
-        c = col + tl.arange(0, COLS)
-        mask = (r < end)[:, None]
+        r, c = tl.arange(0, ROWS), tl.arange(0, COLS)
+        mask = (r < end - row)[:, None]
         if WIDTH % COLS != 0:
-            mask = mask & (c < WIDTH)[None, :]
-        found = tl.load(x + r.to(tl.int64)[:, None] * stride + (group * WIDTH + c)[None, :], mask=mask, other=0.0)
+            mask = mask & (c < WIDTH - col)[None, :]
+        first = x + (row.to(tl.int64) * stride + (group * WIDTH + col))
+        found = tl.load(first + (r[:, None] * stride + c[None, :]), mask=mask, other=0.0)
     return found
 
 
@@ -110,8 +111,8 @@ def _put_state(
         x.store([at * DK, col], state)
     else:
         r = tl.arange(0, ROWS)
-        places = x + (at * DK + r).to(tl.int64)[:, None] * DV + (col + tl.arange(0, COLS))[None, :]
-        tl.store(places, state, mask=(r < DK)[:, None])
+        first = x + (at.to(tl.int64) * (DK * DV) + col)
+        tl.store(first + (r[:, None] * DV + tl.arange(0, COLS)[None, :]), state, mask=(r < DK)[:, None])
 
 
 @jit
@@ -448,8 +449,9 @@ def _outputs(
         if not CHANNELS:
             o *= tl.load(vec_ptr + at * (VECTORS * C) + QIN * C + i)[:, None]
         o = _product(P, P_low, d, d_low, o, SPLIT, PRECISION)
-        out = (row + i).to(tl.int64)[:, None] * (HV * DV) + (hv * DV + v0 + tl.arange(0, BLOCK_V))[None, :]
-        tl.store(o_ptr + out, o.to(o_ptr.dtype.element_ty), mask=(i < length)[:, None])
+        first = o_ptr + (row.to(tl.int64) * (HV * DV) + (hv * DV + v0))
+        out = first + (i[:, None] * (HV * DV) + tl.arange(0, BLOCK_V)[None, :])
+        tl.store(out, o.to(o_ptr.dtype.element_ty), mask=(i < length)[:, None])
 
 
 @jit
@@ -535,7 +537,8 @@ def _places_of_N(N_ptr, row, hk, h, HK, C: tl.constexpr, WIDTH: tl.constexpr):
     """Where the matrix of a chunk and of a head of values lies, by rows of tokens: in the place of
     dk, if that has room for all heads that share a head of keys."""
     i = tl.arange(0, C)
-    return N_ptr + (row + i).to(tl.int64)[:, None] * (HK * WIDTH) + (hk * WIDTH + h * C + i)[None, :]
+    first = N_ptr + (row.to(tl.int64) * (HK * WIDTH) + (hk * WIDTH + h * C))
+    return first + (i[:, None] * (HK * WIDTH) + i[None, :])
 
 
 @jit
@@ -606,8 +609,8 @@ def _queries(
                 dq = tl.dot(rest, k, dq, input_precision=PRECISION)
         dq = _of_normalised(dq, _tile(q_ptr, row, hk, 0, end, sq, DK, C, BLOCK_K, False), rq, NORM)
         col = tl.arange(0, BLOCK_K)
-        out = (row + i).to(tl.int64)[:, None] * (HK * DK) + (hk * DK + col)[None, :]
-        tl.store(dq_ptr + out, dq.to(DT), mask=live[:, None] & (col < DK)[None, :])
+        out = dq_ptr + (row.to(tl.int64) * (HK * DK) + hk * DK) + (i[:, None] * (HK * DK) + col[None, :])
+        tl.store(out, dq.to(DT), mask=live[:, None] & (col < DK)[None, :])
 
 
 @jit
@@ -678,8 +681,8 @@ def _keys(
             dk += part
         dk = _of_normalised(dk, _tile(k_ptr, row, hk, 0, end, sk, DK, C, BLOCK_K, False), rk, NORM)
         col = tl.arange(0, BLOCK_K)
-        out = (row + i).to(tl.int64)[:, None] * (HK * DK) + (hk * DK + col)[None, :]
-        tl.store(dk_ptr + out, dk.to(DT), mask=live[:, None] & (col < DK)[None, :])
+        out = dk_ptr + (row.to(tl.int64) * (HK * DK) + hk * DK) + (i[:, None] * (HK * DK) + col[None, :])
+        tl.store(out, dk.to(DT), mask=live[:, None] & (col < DK)[None, :])
 
 
 @jit

@@ -189,9 +189,10 @@ def _blocks(tma: bool, rows: int, columns: int, *tensors: Tensor) -> tuple[Any, 
 
 
 def _dense(t: Tensor) -> Tensor:
-    """(M, H, D) with the heads of a token side by side. Of launchers, since torch.compile does not
-    take strides as numbers."""
-    return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
+    """(M, H, D) with the heads of a token side by side, and places in 64 tokens that have 32 bits. Of
+    launchers, since torch.compile does not take strides as numbers."""
+    dense = t.stride(2) == 1 and t.stride(1) == t.shape[2] and t.stride(0) < 2**25
+    return t if dense else t.contiguous()
 
 
 def chunks_of(x: Tensor, cu_seqlens: Tensor | None, length: int, C: int) -> tuple[Tensor, Tensor]:

@@ -472,6 +472,13 @@ def test_rules_and_dashboard_know_every_metric_and_no_other():
     assert named(queries) <= EXPORTED.keys()
 
 
+@pytest.mark.parametrize("value", ['a "quote"', "back\\slash", "two\nlines", "@age@"])
+def test_values_of_rules_are_texts(value):
+    """Whatever they hold: the rules are JSON, with marks such as @age@ in their place."""
+    *_, dropped = monitoring.rules(job(), window=value)["groups"][0]["rules"]
+    assert f"[{value}])) < 0.7" in dropped["expr"]
+
+
 def test_the_image_is_what_pods_expect():
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     wanted = f"KERNELS={IMAGE_KERNELS}", f"LIGER_TRITON_BASE_CACHE={IMAGE_KERNELS}", f"TRITON_CACHE_DIR={CACHE}/triton"

@@ -4,6 +4,7 @@ series of a job has its name as the label ``run``."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,10 +39,10 @@ def rules(
     from 0, unlike with ``increase()``.
     """
     values = {"run": job.name, "window": window, "hold": hold, "memory": memory}
+    values |= (limits or thresholds(job))._asdict()
     text = Path(__file__).with_name("rules.json").read_text()
-    for name, value in (values | (limits or thresholds(job))._asdict()).items():
-        text = text.replace(f"@{name}@", str(value))
-    return json.loads(text)
+    # escaped as in a JSON string, whose quotes are there already
+    return json.loads(re.sub(r"@(\w+)@", lambda mark: json.dumps(str(values[mark[1]]))[1:-1], text))
 
 
 def dashboard() -> dict[str, Any]:

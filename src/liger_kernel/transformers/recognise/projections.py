@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _has_any_global_hook, register_module_parameter_registration_hook
 
 from liger_kernel import memory
 from liger_kernel.nn.float8 import LigerFloat8Linear
@@ -253,10 +253,8 @@ STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Fallback | None]] = [
     _float8_blocks,
     packed_by_columns,
 ]
-_ALONE = (
-    nn.Linear,
-    LigerFloat8TrainingLinear,
-)  # classes of layers without another inside, of which nobody need ask for it
+# classes of layers without another inside, of which nobody need ask for it
+_ALONE = nn.Linear, LigerFloat8TrainingLinear
 
 
 def active_adapters(m: Any) -> list[str]:
@@ -267,9 +265,8 @@ def active_adapters(m: Any) -> list[str]:
 
 
 def _adapter(m: Any, name: str) -> Adapter | Fallback:
-    parts = (
-        m._modules
-    )  # a module asks each other place before this one for an attribute, and these layers are read at each call
+    # a module asks each other place before this one for an attribute, and these layers are read at each call
+    parts = m._modules
     a, b, dropout = (parts[kind]._modules[name] for kind in ("lora_A", "lora_B", "lora_dropout"))
     if not (is_dense(a) and is_dense(b)) or a.bias is not None:
         return Fallback(f"parts of adapter {name!r} are sharded, hooked or replaced")
@@ -374,6 +371,15 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Fallback:
 
 # of the first of some layers of PEFT, by what made it: all that they were last read from, and what was made of that
 KEPT: weakref.WeakKeyDictionary[nn.Module, dict[Callable, tuple[list, Any]]] = weakref.WeakKeyDictionary()
+
+
+def _let_go(m: nn.Module, name: str, new: nn.Parameter) -> None:
+    """What is kept holds weights: where others replace them, a whole model would be there twice until its next call."""
+    if m._parameters.get(name) is not new:
+        KEPT.clear()
+
+
+register_module_parameter_registration_hook(_let_go)
 
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"

@@ -7,7 +7,7 @@ import torch
 from devices import DEVICE, drawn, needs_kernels
 from watching import calls_of
 
-from liger_kernel.ops.projections import adapted, float8, float8_blocks, packed_weights
+from liger_kernel.ops.projections import adapted, float8, packed_weights  # noqa: F401  # has launchers
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import E4, E5, Float8LinearFunction, cast, reference
 from liger_kernel.ops.projections.linear import linears
@@ -199,15 +199,14 @@ def test_a_gpu_without_fp8_raises(monkeypatch):
 @needs_kernels
 def test_launchers_have_true_schemas_and_fakes():
     x, by = torch.randn(3, 32, device=DEVICE, dtype=torch.bfloat16), torch.rand(32, device=DEVICE)
-    words = torch.ones(4, 8, dtype=torch.int32, device=DEVICE)
-    for launcher, *args in (
-        (float8.float8_cast, x, None, E4, False),
-        (float8.float8_cast, x, by, E4, True),
-        (float8.transpose_bytes, x.to(E4)),
-        (float8_blocks.dense_blocks, x.to(E4), by[:1].view(1, 1), *x.shape, torch.bfloat16),
-        (float8_blocks.float8_cast_blocks, torch.cat([x] * 4, 1)),
-        (packed_weights.dense_rows, words.new_ones(4, 4), by[:4].view(4, 1), None, None, 32, 4, torch.bfloat16),
-        (packed_weights.dense_columns, words, words[:1, :1], by[:8].view(1, 8), None, 4, 1, False, torch.bfloat16),
+    words, liger = torch.ones(4, 8, dtype=torch.int32, device=DEVICE), torch.ops.liger
+    for op, *args in (
+        (liger.float8_cast, x, None, E4, False),
+        (liger.float8_cast, x, by, E4, True),
+        (liger.transpose_bytes, x.to(E4)),
+        (liger.dense_blocks, x.to(E4), by[:1].view(1, 1), *x.shape, torch.bfloat16),
+        (liger.float8_cast_blocks, torch.cat([x] * 4, 1)),
+        (liger.dense_rows, words.new_ones(4, 4), by[:4].view(4, 1), None, None, 32, 4, torch.bfloat16),
+        (liger.dense_columns, words, words[:1, :1], by[:8].view(1, 8), None, 4, 1, False, torch.bfloat16),
     ):
-        op = getattr(torch.ops.liger, launcher.__name__)
         torch.library.opcheck(op.default, tuple(args), test_utils="test_faketensor")

@@ -30,3 +30,5 @@ def test_the_sum_alone_is_rounded(monkeypatch):
         error, least = ((t - exact).norm() for t in (y[begin:end], exact.bfloat16()))
         # W rounded to bf16 before would be further off
         assert error <= 1.01 * least
+    args = rows, weight.q, weight.scale, offs
+    torch.library.opcheck(torch.ops.liger.grouped_mm_blocks.default, args, test_utils="test_faketensor")

@@ -144,7 +144,7 @@ def test_generates_as_stock(family):
 
 
 def test_packed_documents_are_not_continued():
-    with pytest.raises(ValueError, match="cu_seq_lens_q: packed documents have no state to continue"):
+    with pytest.raises(ValueError, match="Qwen3NextModel: packed documents have no state to continue"):
         model_of("qwen3_next")(IDS, position_ids=PLACES, use_cache=True)
 
 

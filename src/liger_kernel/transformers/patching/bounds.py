@@ -57,9 +57,8 @@ def bounded(forward: Callable) -> Callable:
             bounds = bounds_of(given)
         if bounds is not None:
             if continues or given.get("use_cache"):
-                raise ValueError(
-                    f"{type(self).__name__}: {BOUNDS}: packed documents have no state to continue: set use_cache=False"
-                )
+                text = "packed documents have no state to continue: set use_cache=False, and give no cache"
+                raise ValueError(f"{type(self).__name__}: {text}")
             # as checkpointing does, where the configuration wants a cache
             more = {BOUNDS: bounds} | ({"use_cache": False} if "use_cache" in names else {})
             kwargs |= {name: value for name, value in more.items() if name not in names[: len(args)]}

@@ -45,6 +45,11 @@ class Watch(TorchDispatchMode):
         return sum(n for _, n in self.storages.values())
 
     @property
+    def reads(self) -> int:
+        """How often the host reads a value, for which it waits on a GPU."""
+        return self.names.count("_local_scalar_dense")
+
+    @property
     def products(self) -> int:
         return sum(name in ("mm", "addmm", "addmm_") for name in self.names)
 

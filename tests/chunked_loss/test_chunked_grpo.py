@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chunk_loop import multiplications, set_chunk_rows, watch_products
-from dispatched import Dispatched
 from quick import further, in_both_dtypes
+from watching import Watch
 
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_kernel.chunked_loss.grpo_loss import (
@@ -299,7 +299,7 @@ def test_only_the_head_is_differentiated():
 def test_no_full_logits_and_three_products(monkeypatch):
     args = batch(ref="hidden") | dict(attention_mask=torch.ones(B, T, dtype=torch.int64, device=DEVICE))
     products = watch_products(monkeypatch)
-    with Dispatched() as seen:
+    with Watch() as seen:
         loss, _ = LigerFusedLinearGRPOLoss(entropy_coef=0.1)(**args)
         loss.backward()
     assert seen.largest <= max(2 * T * V, H * V)
@@ -310,7 +310,7 @@ def test_no_full_logits_and_three_products(monkeypatch):
 def test_waits_for_nothing(kind):
     args = batch(ratio="token")
     loss = LigerFusedLinearGRPOLoss(loss_type=kind, max_completion_length=T, compact=False, entropy_coef=0.1)
-    with Dispatched() as seen:
+    with Watch() as seen:
         loss(**args)[0].backward()
     assert not {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"} & set(seen.names)
 
@@ -323,7 +323,7 @@ def test_few_kernels_a_chunk(kind, level):
     names, mask = ("advantages", "ref_per_token_logps", "old_per_token_logps"), args["attention_mask"].float()
     options = dict(n=3, tokens=mask.sum(), loss_type=kind, importance_sampling_level=level)
     options |= {k: args[k] for k in names}
-    with Dispatched() as seen:
+    with Watch() as seen:
         loss, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(logp, mask, full_attention_mask=mask, **options)
         torch.autograd.grad(loss, logp)
     views = ("view", "_unsafe_view", "slice", "detach", "alias", "expand", "unsqueeze", "empty", "_to_copy")

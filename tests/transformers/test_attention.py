@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from dispatched import Dispatched
 from hf_models import assert_same_bits, assert_same_learning, checkpointed, make, step
 from quick import further
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from watching import Watch
 
 from liger_kernel.testing import assert_as_accurate, run as run_op
 from liger_kernel.train import loop, model as train_model
@@ -324,7 +324,7 @@ def test_other_compiled_models_are_left_alone(compiler):
 
 def scalars_read(model, **batch) -> int:
     """What the host reads of tensors, for which it waits on a GPU."""
-    with Dispatched() as seen:
+    with Watch() as seen:
         model(**batch, use_cache=False).loss.backward()
     return seen.reads
 
@@ -470,7 +470,7 @@ def test_the_host_reads_no_scalar_wherever_the_model_is(where):
         peft = pytest.importorskip("peft", reason="peft is not installed")
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     mode = {"no gradient": torch.no_grad, "inference": torch.inference_mode}.get(where, contextlib.nullcontext)
-    with mode(), Dispatched() as seen:
+    with mode(), Watch() as seen:
         model(**batch, use_cache=False)
     assert not seen.reads
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chunk_loop import watch_loop
-from dispatched import Dispatched
 from quick import further
 from torch import Tensor, nn
 
@@ -15,7 +14,7 @@ peft = pytest.importorskip("peft")
 
 from hf_models import DEVICE, assert_same_learning, make, step, tokens
 from test_token_scores import of_logits, of_scores
-from watching import noted
+from watching import Watch, noted
 
 from liger_kernel.testing import assert_as_accurate
 from liger_kernel.transformers import instance_patches
@@ -288,7 +287,7 @@ def lora_head(dtype=torch.float32, H=32, V=65, r=3, names=("one",), **config) ->
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nothing_of_the_size_of_the_head_or_of_all_logits(reduction, dropout, monkeypatch):
-    mode = Dispatched()
+    mode = Watch()
     watch_loop(monkeypatch, mode)
     head, x = lora_head(H=32, V=100, lora_dropout=dropout), torch.randn(24, 32, device=DEVICE, requires_grad=True)
     kept = []

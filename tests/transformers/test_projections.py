@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from watching import Watch
 
 peft = pytest.importorskip("peft")
 
@@ -31,7 +32,6 @@ from adapters import (
     patch,
     recomputed,
 )
-from dispatched import Dispatched
 from hf_models import DEVICE, assert_same_bits, assert_same_learning, make, step, tokens
 from liger_kernel.transformers.monkey_patch import _patch_layer_norm_module, _patch_rms_norm_module
 from peft.tuners.lora import layer as lora_layer
@@ -294,7 +294,7 @@ def test_no_number_is_read_from_a_tensor(ran):
     hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8)
     for part in ("base_model.model.model.layers.0.self_attn", "base_model.model.model.layers.0.mlp"):
         patch(model)
-        with Dispatched() as seen:
+        with Watch() as seen:
             module, x = model.get_submodule(part), torch.randn(1, 80, model.config.hidden_size, device=DEVICE)
             found = [projections.projection(m, x.dtype) for m in module.children() if hasattr(m, "lora_A")]
             projections.linears(x[..., : found[0].weight.shape[1]], found[:2])

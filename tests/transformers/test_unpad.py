@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from dispatched import Dispatched
 from hf_models import DEVICE, assert_same_learning, checkpointed, make, step, stock
 from quick import further
 from test_attention import documents_in_a_loop, serve
+from watching import Watch
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance
 from liger_kernel.transformers.patching import patches, unpad
@@ -246,6 +246,6 @@ def test_the_host_waits_once(monkeypatch):
     monkeypatch.setattr(unpad, "look", lambda *args: waits.append("look") or look(*args))
 
     given = {n: t for n, t in batch().items() if n != "labels"}
-    with Dispatched() as seen:
+    with Watch() as seen:
         ours.model(**given, use_cache=False)
     assert waits == ["look"] and not {"_local_scalar_dense", "nonzero"} & {*seen.names}

@@ -3,8 +3,7 @@ an error."""
 
 from __future__ import annotations
 
-import inspect
-import typing
+from typing import Any
 
 import jsonschema
 import kubeflow_trainer_api.models as trainer
@@ -15,11 +14,6 @@ KUBERNETES = "1.37"
 CORE = {("v1", "ConfigMap"), ("v1", "ServiceAccount"), ("v1", "Pod"), ("networking.k8s.io/v1", "NetworkPolicy")}
 CORE |= {("v1", "Namespace"), ("v1", "PersistentVolumeClaim")}
 CORE |= {("rbac.authorization.k8s.io/v1", "ClusterRole"), ("rbac.authorization.k8s.io/v1", "ClusterRoleBinding")}
-MODELS = {
-    ("trainer.kubeflow.org/v1alpha1", "TrainJob"): trainer.TrainerV1alpha1TrainJob,
-    ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"): trainer.TrainerV1alpha1TrainingRuntime,
-    ("jobset.x-k8s.io/v1alpha2", "JobSet"): trainer.JobsetV1alpha2JobSet,
-}
 # enumerations that are comments in the models
 CHOICES = {
     "restartStrategy": {"Recreate", "BlockingRecreate", "InPlaceRestart"},
@@ -52,7 +46,7 @@ RELABELINGS = _list(_o(targetLabel=TEXT, replacement=TEXT))
 ENDPOINTS = _list(_o(port=TEXT, interval=DURATION, relabelings=RELABELINGS))
 RULE = _o(["expr"], record=TEXT, alert=TEXT, expr=TEXT, labels=TEXTS, annotations=TEXTS, **{"for": DURATION})
 RULES = _o(["name", "rules"], name=TEXT, rules=_list(RULE))
-SCHEMAS = {
+SPECS = {
     ("kueue.x-k8s.io/v1beta2", "ResourceFlavor"): _o(nodeLabels=TEXTS),
     ("kueue.x-k8s.io/v1beta2", "LocalQueue"): _o(["clusterQueue"], clusterQueue=TEXT),
     ("kueue.x-k8s.io/v1beta2", "ClusterQueue"): _o(
@@ -69,89 +63,69 @@ SCHEMAS = {
 METADATA = _o(["name"], name=TEXT, namespace=TEXT, labels=TEXTS, annotations=TEXTS)
 
 
-def errors(o) -> list[str]:
+def _closed(schema: Any) -> Any:
+    """The schema of a model in which what is unknown is an error, nothing is null, and enumerations
+    that are comments are ones."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "actual_instance" in schema.get("properties", ()):
+        return {}  # a number or a text, in pods, which are checked as pods
+    schema = {name: _closed(part) for name, part in schema.items()}
+    if {"type": "null"} in schema.get("anyOf", ()):
+        first, *others = [part for part in schema["anyOf"] if part != {"type": "null"}]
+        schema = {"anyOf": [first, *others]} if others else first
+    if "properties" in schema:
+        known = schema["properties"]
+        enumerations = {name: {"enum": sorted(CHOICES[name])} for name in known.keys() & CHOICES.keys()}
+        schema |= {"properties": known | enumerations, "additionalProperties": False}
+    return schema
+
+
+PLAIN = {"str": "string", "int": "integer", "bool": "boolean"}
+
+
+def _of_openapi(kind: str) -> dict[str, Any]:
+    """The schema of a type of the older generated models; what is Kubernetes' own, pods, times, may be
+    anything."""
+    if kind.startswith("list["):
+        return {"type": "array", "items": _of_openapi(kind[5:-1])}
+    if kind.startswith("dict("):
+        return {"type": "object", "additionalProperties": _of_openapi(kind[5:-1].partition(", ")[2])}
+    if model := getattr(training, kind, None):
+        names = model.attribute_map
+        return _o(**{names[name]: _of_openapi(inner) for name, inner in model.openapi_types.items()})
+    return {"type": PLAIN[kind]} if kind in PLAIN else {}
+
+
+TRAINER = "trainer.kubeflow.org/v1alpha1"
+REST = dict(apiVersion=TEXT, kind=TEXT, metadata=METADATA)
+SCHEMAS = {kind: _o([*REST, "spec"], **REST, spec=spec) for kind, spec in SPECS.items()} | {
+    ("kubeflow.org/v1", "PyTorchJob"): _closed(_of_openapi("KubeflowOrgV1PyTorchJob")),
+    (TRAINER, "TrainJob"): _closed(trainer.TrainerV1alpha1TrainJob.model_json_schema()),
+    (TRAINER, "TrainingRuntime"): _closed(trainer.TrainerV1alpha1TrainingRuntime.model_json_schema()),
+    ("jobset.x-k8s.io/v1alpha2", "JobSet"): _closed(trainer.JobsetV1alpha2JobSet.model_json_schema()),
+}
+
+
+def errors(o: dict[str, Any]) -> list[str]:
     """What is wrong with ``o``; empty if nothing is."""
     kind = o.get("apiVersion"), o.get("kind")
-    found = []
     if kind in CORE:
         try:
             kubernetes_validate.validate(o, KUBERNETES, strict=True)
         except kubernetes_validate.ValidationError as error:
-            found.append(f"{kind[1]} {'.'.join(map(str, error.path))}: {error.message}")
-    elif kind in MODELS:
-        try:
-            MODELS[kind].from_dict(o)
-        except ValueError as error:
-            found.append(f"{kind[1]}: {' '.join(str(error).split())}")
-        found += _unknown(MODELS[kind], o, kind[1])
-    elif kind == ("kubeflow.org/v1", "PyTorchJob"):
-        found += _openapi("KubeflowOrgV1PyTorchJob", o, kind[1])
-    elif kind in SCHEMAS:
-        parts = dict(apiVersion=TEXT, kind=TEXT, metadata=METADATA, spec=SCHEMAS[kind])
-        validator = jsonschema.Draft202012Validator(_o([*parts], **parts))
-        found += [f"{kind[1]} {error.json_path}: {error.message}" for error in validator.iter_errors(o)]
-    else:
-        return [f"unknown kind {kind}"]
-    pods = [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod} for pod in _pods(o)]
-    return [*found, *_choices(o), *(e for pod in pods for e in errors(pod))]
-
-
-def _pods(found):
-    if isinstance(found, dict) and found.get("kind") != "Pod":
-        return ([found] if "containers" in found else []) + [pod for value in found.values() for pod in _pods(value)]
-    return [pod for value in found for pod in _pods(value)] if isinstance(found, list) else []
-
-
-def _choices(found):
-    if isinstance(found, dict):
-        wrong = {name: value for name, value in found.items() if name in CHOICES and value not in CHOICES[name]}
-        wrong = [f"{name}: {value!r} is none of {sorted(CHOICES[name])}" for name, value in wrong.items()]
-        return wrong + [e for value in found.values() for e in _choices(value)]
-    return [e for value in found for e in _choices(value)] if isinstance(found, list) else []
-
-
-def _unknown(model, value, where):
-    """Fields that a pydantic model does not have: by themselves these models let them pass."""
-    fields = {field.alias or name: field for name, field in model.model_fields.items()}
-    found = []
-    for name, inner in value.items():
-        if name not in fields:
-            found.append(f"{where}.{name}: unknown field")
-        else:
-            found += _inside(fields[name].annotation, inner, f"{where}.{name}")
-    return found
-
-
-def _inside(annotation, value, where):
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Union:
-        return _inside(next(a for a in args if a is not type(None)), value, where)
-    if origin is list and isinstance(value, list):
-        return [e for i, item in enumerate(value) for e in _inside(args[0], item, f"{where}[{i}]")]
-    if inspect.isclass(annotation) and hasattr(annotation, "model_fields") and isinstance(value, dict):
-        return _unknown(annotation, value, where)
-    return []
-
-
-PLAIN = {"str": str, "int": int, "bool": bool, "object": object}
-
-
-def _openapi(kind, value, where):
-    """The same for the older generated models; what is in pods is checked as pods."""
-    if kind in PLAIN:
-        right = isinstance(value, PLAIN[kind]) and not (kind == "int" and isinstance(value, bool))
-        return [] if right else [f"{where}: {value!r} is no {kind}"]
-    if kind.startswith("list["):
-        return [e for i, item in enumerate(value) for e in _openapi(kind[5:-1], item, f"{where}[{i}]")]
-    if kind.startswith("dict("):
-        inner = kind[5:-1].partition(", ")[2]
-        return [e for name, item in value.items() for e in _openapi(inner, item, f"{where}.{name}")]
-    model = getattr(training, kind, None)
-    if model is None:  # pods, metadata, times: Kubernetes' own
+            return [f"{kind[1]} {'.'.join(map(str, error.path))}: {error.message}"]
         return []
-    if not isinstance(value, dict):
-        return [f"{where}: {value!r} is no {kind}"]
-    types = {model.attribute_map[name]: t for name, t in model.openapi_types.items()}
-    wrong = [f"{where}.{name}: unknown field" for name in value if name not in types]
-    known = [(name, item) for name, item in value.items() if name in types]
-    return wrong + [e for name, item in known for e in _openapi(types[name], item, f"{where}.{name}")]
+    if kind not in SCHEMAS:
+        return [f"unknown kind {kind}"]
+    found = jsonschema.Draft202012Validator(SCHEMAS[kind]).iter_errors(o)
+    pods = [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": pod} for pod in _pods(o)]
+    return [f"{kind[1]} {e.json_path}: {e.message}" for e in found] + [e for pod in pods for e in errors(pod)]
+
+
+def _pods(found: Any) -> list[dict[str, Any]]:
+    if isinstance(found, dict):
+        return [found] * ("containers" in found) + [pod for value in found.values() for pod in _pods(value)]
+    return [pod for value in found for pod in _pods(value)] if isinstance(found, list) else []

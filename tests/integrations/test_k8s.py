@@ -72,19 +72,19 @@ FLAVOR = "spec.resourceGroups.0.flavors.0"
 REPLICATED = "spec.replicatedJobs.0.template.spec"
 POD = "spec.pytorchReplicaSpecs.Worker.template.spec.containers.0"
 TWINS = [
-    ("trainjob", "TrainJob", "spec.trainer.numProcPerNode", "auto", "valid integer"),
-    ("trainjob", "TrainJob", "spec.elasticPolicy", {"minReplicas": 1}, "unknown field"),
+    ("trainjob", "TrainJob", "spec.trainer.numProcPerNode", "auto", "is not of type 'integer'"),
+    ("trainjob", "TrainJob", "spec.elasticPolicy", {"minReplicas": 1}, "was unexpected"),
     ("trainjob", "TrainJob", "kind", "TrainJobs", "unknown kind"),
     ("trainjob", "TrainJob", "apiVersion", "trainer.kubeflow.org/v2", "unknown kind"),
-    ("trainjob", "TrainingRuntime", "spec.mlPolicy.torch.numProcPerNode", "auto", "unknown field"),
-    ("trainjob", "TrainingRuntime", f"spec.template.{REPLICATED}.template.spec.containers.0.mount", [], "unknown"),
-    ("jobset", "JobSet", "spec.failurePolicy.restartStrategy", "Whatever", "is none of"),
-    ("jobset", "JobSet", "spec.failurePolicy.rules.0.action", "RestartAll", "is none of"),
-    ("jobset", "JobSet", f"{REPLICATED}.backoffLimits", 0, "unknown field"),
+    ("trainjob", "TrainingRuntime", "spec.mlPolicy.torch.numProcPerNode", "auto", "was unexpected"),
+    ("trainjob", "TrainingRuntime", f"spec.template.{REPLICATED}.template.spec.containers.0.mount", [], "unexpected"),
+    ("jobset", "JobSet", "spec.failurePolicy.restartStrategy", "Whatever", "is not one of"),
+    ("jobset", "JobSet", "spec.failurePolicy.rules.0.action", "RestartAll", "is not one of"),
+    ("jobset", "JobSet", f"{REPLICATED}.backoffLimits", 0, "was unexpected"),
     ("jobset", "JobSet", f"{REPLICATED}.template.spec.terminationGracePeriodSeconds", "long", "integer"),
-    ("pytorchjob", "PyTorchJob", "spec.elasticPolicy.minNodes", 1, "unknown field"),
-    ("pytorchjob", "PyTorchJob", "spec.nprocPerNode", 8, "is no str"),
-    ("pytorchjob", "PyTorchJob", "spec.pytorchReplicaSpecs.Worker.restartPolicy", "Sometimes", "is none of"),
+    ("pytorchjob", "PyTorchJob", "spec.elasticPolicy.minNodes", 1, "was unexpected"),
+    ("pytorchjob", "PyTorchJob", "spec.nprocPerNode", 8, "is not of type 'string'"),
+    ("pytorchjob", "PyTorchJob", "spec.pytorchReplicaSpecs.Worker.restartPolicy", "Sometimes", "is not one of"),
     ("pytorchjob", "PyTorchJob", f"{POD}.resource", {}, "resource"),
     ("pytorchjob", "PyTorchJob", f"{POD}.ports.0.containerPort", "9400", "integer"),
     ("pytorchjob", "NetworkPolicy", "spec.egresses", [], "egresses"),
@@ -291,10 +291,10 @@ def test_hostile_values_stay_text_in_a_chart(name, helm, tmp_path):
     """What a job takes is the same text after Helm has read it as a template, and as a value."""
 
     def alone(**changes):
-        changes = {"nodes": 1, "volume": "claim", "overlay": "eks", **changes} | CHART
-        name = changes.get("name", "run")
-        train = TrainConfig(model="m", checkpoint_every=10, parallel="ddp", out=name)
-        return Job(**{"name": name, "image": "i:1", **changes, "train": train})
+        train = TrainConfig(model="m", checkpoint_every=10, parallel="ddp")
+        given = {"name": "run", "image": "i:1", "nodes": 1, "volume": "claim", "overlay": "eks", **changes} | CHART
+        made = Job(**given, train=train)
+        return dataclasses.replace(made, train=dataclasses.replace(train, out=made.name))
 
     found = {made.to_json(): made for _, made in hostile(name, alone) if made}
     for i, made in enumerate(found.values()):

@@ -470,6 +470,10 @@ def test_rules_and_dashboard_know_every_metric_and_no_other():
     named = lambda texts: set(re.findall(r"\bliger_(\w+)", " ".join(texts)))
     assert named(shown) == EXPORTED.keys()
     assert named(queries) <= EXPORTED.keys()
+    page = (ROOT / "docs" / "guides" / "clusters.md").read_text()
+    dropped = monitoring.rules(job())["groups"][0]["rules"][-1]
+    said = f"less than {100 * float(re.search(r'< ([0-9.]+) [*]', dropped['expr'])[1]):.0f} % of "
+    assert said in dropped["annotations"]["summary"] and said in page
 
 
 @pytest.mark.parametrize("value", ['a "quote"', "back\\slash", "two\nlines", "@age@"])

@@ -168,6 +168,14 @@ def test_dropout_is_stock(seen):
     assert not seen
 
 
+def test_values_of_another_dtype_fail_as_in_stock(seen):
+    for model in pair():
+        model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda module, args, out: out.double())
+        with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+            step(model)
+    assert not seen
+
+
 def test_other_masks_are_stock(seen):
     """A mask of the user's for every pair of tokens."""
     batch = tokens(2, LENGTH)

@@ -515,5 +515,5 @@ def _counted_once(logits: Any, num_experts: Any, top_k: Any, mask: Any) -> bool:
     if not (plain(logits) and logits.ndim == 2 and logits.is_floating_point() and logits.shape[1] == num_experts):
         return False
     # the rows of the mask are those of the logits, in the same order
-    whole = mask is None or (plain(mask) and mask.ndim == 2 and mask.numel() == len(logits) and not mask.requires_grad)
+    whole = mask is None or (plain(mask) and mask.ndim == 2 and mask.numel() == len(logits))
     return isinstance(top_k, int) and 0 < top_k <= logits.shape[1] and whole

@@ -6,7 +6,6 @@ The versions are those whose sources the calls were read from.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import types
@@ -51,10 +50,10 @@ def shifted() -> torch.Tensor:
     return F.pad(tokens()["labels"], (0, 1), value=-100)[:, 1:].flatten()
 
 
-def assert_learns(model: nn.Module, like: nn.Module, fused: bool = True) -> None:
-    """What the stock model learns, with logits or without."""
+def assert_learns(model: nn.Module, like: nn.Module) -> None:
+    """What the stock model learns, without its logits."""
     out, learned = step(model)
-    assert (out.logits is None) == fused
+    assert out.logits is None
     assert_same_learning(learned, step(like)[1])
 
 
@@ -193,26 +192,46 @@ def test_signatures_can_be_read():
             assert p.kind is p.POSITIONAL_OR_KEYWORD and flag, (model_type, p)
 
 
-ALL = {"liger_rope": True, "liger_glu_activation": True, "liger_fused_linear_cross_entropy": True}
+EVERY = dict(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True)
+OF_LOGITS = dict(fused_linear_cross_entropy=False, cross_entropy=True)
+NORMS_ALONE = dict(rope=None, cross_entropy=None, fused_linear_cross_entropy=None, rms_norm=True, swiglu=None)
+V1 = dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=False)
+# framework, family, flags, and whether it patches the classes, before the model is made
+FLAGS = [
+    ("axolotl 0.19, what the YAML leaves out is None", "llama", dict.fromkeys(NORMS_ALONE), True),
+    ("axolotl 0.19", "qwen3_moe", NORMS_ALONE, True),
+    ("axolotl 0.19", "gemma2", dict(rope=True, geglu=True, rms_norm=None, fused_linear_cross_entropy=True), True),
+    ("LLaMA-Factory 0.9.5, for losses that need logits", "gemma2", OF_LOGITS, True),
+    ("LLaMA-Factory 0.9.5, v1", "qwen3", V1, False),
+    ("RLinf 0.3", "qwen3_moe", EVERY, False),
+    ("NeMo AutoModel 0.7", "mistral", dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=False), False),
+]
 
 
-@pytest.mark.parametrize("keys", [{}, {"liger_rms_norm": True}, ALL], ids=str)
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
-def test_axolotl_0_19_keys(model_type, keys):
-    """Before the model is made, on the classes; keys that the YAML leaves out are None, and off."""
-    expected = step(make(model_type))[1]
-    apply = liger.MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
-    known = inspect.signature(apply).parameters
-    plain = ("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm", "layer_norm")
-    kwargs = {n: keys.get(f"liger_{n}") for n in plain if n in known}
-    kwargs |= {n: keys.get("liger_glu_activation") for n in ("geglu", "swiglu") if n in known}
-    apply(**kwargs)
-    model = make(model_type)
+@pytest.mark.parametrize("framework, model_type, flags, classes", FLAGS)
+def test_flags(framework, model_type, flags, classes):
+    apply, model = getattr(liger, f"apply_liger_kernel_to_{model_type}"), make(model_type)
+    assert flags.keys() <= inspect.signature(apply).parameters.keys()
+    if classes:
+        apply(**flags)
+        model = make(model_type)
+        norm = next(m for m in model.modules() if "RMSNorm" in type(m).__name__)
+        assert hasattr(type(norm).forward, "_liger") == bool(flags.get("rms_norm", True))
+    else:
+        apply(model=model, **flags)
     out, learned = step(model)
-    assert (out.logits is None) == bool(keys.get("liger_fused_linear_cross_entropy"))
-    norm = next(m for m in model.modules() if "RMSNorm" in type(m).__name__)
-    assert hasattr(type(norm).forward, "_liger") == bool(keys.get("liger_rms_norm"))
-    assert_same_learning(learned, expected)
+    assert (out.logits is None) == bool(flags.get("fused_linear_cross_entropy", True))
+    liger.restore()
+    liger.restore(model)
+    assert_same_learning(learned, step(make(model_type))[1])
+
+
+def test_oumi_0_9_patches_classes_after_the_model_is_made():
+    model, stock = make("llama"), step(make("llama"))[1]
+    liger._apply_liger_kernel(model.config.model_type)
+    out, learned = step(model)
+    assert out.logits is None
+    assert_same_learning(learned, stock)
 
 
 def test_axolotl_0_19_generic_forward():
@@ -239,87 +258,28 @@ def test_axolotl_0_19_generic_forward():
     torch.testing.assert_close(LigerForCausalLMLoss(transposed, *rest), both.loss)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_llama_factory_0_9_5(model_type):
-    """Losses that need logits get the cross entropy on them, on the classes."""
-    apply = getattr(liger, f"apply_liger_kernel_to_{model_type}")
-    assert "fused_linear_cross_entropy" in inspect.signature(apply).parameters
-    expected = step(make(model_type))
-    apply(fused_linear_cross_entropy=False, cross_entropy=True)
-    out, learned = step(make(model_type))
-    torch.testing.assert_close(out.logits, expected[0].logits)
-    assert_same_learning(learned, expected[1])
-
-
-EVERY = dict(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True)
-
-
-@pytest.mark.parametrize(
-    "model_type, flags, fused",
-    [
-        ("qwen3", ("rms_norm", "fused_linear_cross_entropy"), True),  # LLaMA-Factory 0.9.5, v1
-        ("qwen2", EVERY, True),  # RLinf 0.3
-        ("qwen3_moe", EVERY, True),
-        (
-            "mistral",
-            dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=False),
-            False,
-        ),  # NeMo AutoModel 0.7
-    ],
-)
-def test_flags_for_a_model_that_is_made(model_type, flags, fused):
-    apply, model = getattr(liger, f"apply_liger_kernel_to_{model_type}"), make(model_type)
-    if isinstance(flags, tuple):  # every parameter but ``model`` is a toggle, and all of them are passed
-        flags = {n: n in flags for n in inspect.signature(apply).parameters if n != "model"}
-    apply(model=model, **flags)
-    assert_learns(model, make(model_type), fused)
-    liger._apply_liger_kernel_to_instance(model=model)
-    assert step(model)[0].logits is None
-
-
-def test_oumi_0_9_patches_after_the_model_is_made():
-    model, expected = make("llama"), step(make("llama"))[1]
-    liger._apply_liger_kernel(model.config.model_type)
-    out, learned = step(model)
-    assert out.logits is None
-    assert_same_learning(learned, expected)
-
-
-def test_an_unknown_keyword_of_a_user_raises():
-    with pytest.raises(TypeError, match="did you mean rms_norm"):
-        liger.apply_liger_kernel_to_llama(rms_nrom=True)
-    assert liger._apply_liger_kernel_to_instance(model=nn.Linear(2, 2), rope=True, unheard_of=None) is None
-
-
 # -- models from the auto class ------------------------------------------------------------
 
 
-def test_openrlhf_0_11_and_arctic_0_8(tmp_path):
-    make("llama").save_pretrained(tmp_path)
-    expected = step(make("llama"))[1]
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    theirs = dict(trust_remote_code=True, attn_implementation="eager", quantization_config=None)
-    for kwargs in (
-        theirs | dict(torch_dtype=torch.float32, device_map=None),
-        dict(config=config, attn_implementation="sdpa", dtype=torch.float32, swiglu=False),
-    ):
-        model = liger.AutoLigerKernelForCausalLM.from_pretrained(str(tmp_path), **kwargs).to(DEVICE)
-        assert type(model) is transformers.LlamaForCausalLM
-        out, learned = step(model.train())
-        assert out.logits is None
-        assert_same_learning(learned, expected)
-        liger.restore()
+AUTO = {
+    "OpenRLHF 0.11": dict(trust_remote_code=True, attn_implementation="eager", torch_dtype=torch.float32),
+    "ArcticTraining 0.8": dict(config=True, attn_implementation="sdpa", dtype=torch.float32, swiglu=False),
+    "instructlab-training 0.16": dict(quantization_config=None, **OF_LOGITS),
+}
 
 
-def test_instructlab_0_16(tmp_path):
+@pytest.mark.parametrize("framework", AUTO)
+def test_the_auto_class(framework, tmp_path):
     make("llama").save_pretrained(tmp_path)
-    flags = dict(quantization_config=None, cross_entropy=True, fused_linear_cross_entropy=False)
-    path = str(tmp_path)
-    model = liger.AutoLigerKernelForCausalLM.from_pretrained(pretrained_model_name_or_path=path, **flags)
-    out, learned = step(model.to(DEVICE).train())
-    expected = step(make("llama"))
-    torch.testing.assert_close(out.logits, expected[0].logits)
-    assert_same_learning(learned, expected[1])
+    given = dict(AUTO[framework])
+    if "config" in given:
+        given["config"] = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = liger.AutoLigerKernelForCausalLM.from_pretrained(str(tmp_path), device_map=None, **given).to(DEVICE)
+    assert type(model) is transformers.LlamaForCausalLM
+    out, learned = step(model.train())
+    assert (out.logits is None) == given.get("fused_linear_cross_entropy", True)
+    liger.restore()
+    assert_same_learning(learned, step(make("llama"))[1])
 
 
 def test_skyrl_0_3_without_memory():
@@ -410,12 +370,6 @@ def test_modelopt_0_47():
         logits = F.linear(hidden, model.lm_head.weight)[:, :-1].float()
         want = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=smoothing)
         torch.testing.assert_close(loss.float(), want, rtol=1e-2, atol=1e-2)
-    s, t, w, v = (torch.randn(n, 8, device=DEVICE) for n in (6, 6, 20, 20))
-    shift = torch.tensor([1, -100, 3, 4, 5, 6], device=DEVICE)
-    found = liger.LigerFusedLinearJSD(jsd_beta=0.5, ignore_index=-100, temperature=2.0)(s, w, t, v, shift)
-    q, p = ((a @ b.t() / 2).log_softmax(-1)[shift != -100] for a, b in ((s, w), (t, v)))
-    m = ((p.exp() + q.exp()) / 2).log()
-    torch.testing.assert_close(found, (p.exp() * (p - m) + q.exp() * (q - m)).sum(-1).mean() / 2)
 
 
 def test_unsloth_2026_10_sets_options_of_a_made_loss():
@@ -431,23 +385,6 @@ def test_unsloth_2026_10_sets_options_of_a_made_loss():
     given = dict(student_input=x, student_weight=w, teacher_input=x + 1, teacher_weight=w, true_labels=t)
     call = lambda loss: loss(**given, student_bias=None, teacher_bias=None)
     assert torch.equal(call(made), call(fresh))
-
-
-def test_ms_swift_4_6_grpo():
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-
-    torch.manual_seed(0)
-    x, w, ids = torch.randn(4, 5, 8), torch.randn(20, 8), torch.randint(0, 20, (4, 5))
-    options = dict(beta=0.04, compiled=False, epsilon_low=0.2, epsilon_high=0.28, temperature=0.9, use_ref_model=True)
-    options |= dict(loss_type="grpo", max_completion_length=5, importance_sampling_level="token")
-    loss = LigerFusedLinearGRPOLoss(**options, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
-    logp = (x @ w.t() / 0.9).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    advantages = torch.tensor([1.0, -1.0, 0.5, 0.0])
-    given = dict(_input=x, lin_weight=w, selected_token_ids=ids, attention_mask=torch.ones(4, 5))
-    given |= dict(advantages=advantages, old_per_token_logps=None, ref_per_token_logps=logp)
-    found, metrics = loss(**given, vllm_is_ratio=torch.ones(4, 1))
-    torch.testing.assert_close(found, torch.tensor(-0.125), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(metrics[0], torch.tensor(0.0), rtol=0, atol=1e-6)
 
 
 def test_heads_that_are_gathered_for_the_forward_alone():
@@ -506,33 +443,3 @@ def test_accelerate_1_15_prepares(first, precision):
         assert_same_learning(learned, expected)
     else:
         torch.testing.assert_close(learned["loss"], expected["loss"], rtol=1e-2, atol=1e-2)
-
-
-def test_accelerate_1_15_device_map(tmp_path):
-    """Weights that come and go: layers on disk, the head offloaded."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: make setup")
-    expected = make("llama").eval()(**tokens()).loss
-    here = ("model.embed_tokens", "model.layers.1", "model.norm", "model.rotary_emb")
-    places = dict.fromkeys(here, DEVICE) | dict.fromkeys(("model.layers.0", "lm_head"), "disk")
-    for first in (True, False):
-        model = make("llama").eval()
-        if first:
-            liger._apply_liger_kernel_to_instance(model=model)
-        how = dict(main_device=DEVICE, offload_dir=str(tmp_path / str(first)), force_hooks=True)
-        model = accelerate.dispatch_model(model, device_map=dict(places), **how)
-        if not first:
-            liger._apply_liger_kernel_to_instance(model=model)
-        with torch.no_grad():
-            out = model(**tokens(), skip_logits=True, use_cache=False)
-        assert out.logits is None
-        torch.testing.assert_close(out.loss, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_deep_copies_are_patched_for_themselves():
-    """Trainers copy a model to make the reference of it."""
-    model = patched()
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    assert_same_learning(step(copied)[1], step(make("llama"))[1])

@@ -23,6 +23,7 @@ from unittest import mock
 import hf_models
 import interpreted  # noqa: F401  in a spawned rank, this sets up the interpreter, as pytest does for a test
 import processes
+import pytest
 import torch
 import torch.distributed as dist
 from hf_models import assert_same_learning, checkpointed, served_by_kernels_or_references, step, tokens
@@ -113,7 +114,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def learn(run: nn.Module, ranks: int = RANKS, rank: int | None = None, parts: int = 1,
-          seen: Collectives | None = None, **kwargs: Any) -> dict[str, Tensor]:  # fmt: skip
+          seen: Collectives | None = None, fused: bool = True, **kwargs: Any) -> dict[str, Tensor]:  # fmt: skip
     """Of the mean over all ranks' tokens, this rank learning its share in ``parts``."""
     rank = dist.get_rank() if rank is None and ranks > 1 else rank or 0
     mine = {k: v.chunk(ranks)[rank] for k, v in batch().items()}
@@ -124,7 +125,7 @@ def learn(run: nn.Module, ranks: int = RANKS, rank: int | None = None, parts: in
             micro = {k: v.chunk(parts)[i] for k, v in mine.items()}
             with contextlib.nullcontext() if i + 1 == parts or not hasattr(run, "no_sync") else run.no_sync():
                 out = run(**micro, use_cache=False, num_items_in_batch=n, **kwargs)
-                assert out.logits is None, "the head was not fused"
+                assert not fused or out.logits is None, "the head was not fused"
                 out.loss.backward()
                 total += whole(out.loss.detach())
     if ranks > 1:
@@ -294,30 +295,23 @@ def fsdp2_tied_in_one_group() -> None:
 @check
 def fsdp2_mixed_precision() -> None:
     """Compared with the stock model in the same precision."""
-    truth = learn_any(parallelize(make("llama"), "fsdp2", param_dtype=torch.bfloat16).model)
+    truth = learn(parallelize(make("llama"), "fsdp2", param_dtype=torch.bfloat16).model, fused=False)
     for own_head in (False, True):
-        found = learn_any(parallelize(patched(), "fsdp2", param_dtype=torch.bfloat16, own_head=own_head).model)
+        found = learn(parallelize(patched(), "fsdp2", param_dtype=torch.bfloat16, own_head=own_head).model, fused=False)
         assert_same_learning(found, truth, 3e-2)
 
 
-def learn_any(run: nn.Module) -> dict[str, Tensor]:
-    """``learn`` of a model that may be stock."""
-    mine = {k: v.chunk(RANKS)[dist.get_rank()] for k, v in batch().items()}
-    out = run(**mine, use_cache=False)
-    out.loss.backward()
-    return {"loss": out.loss.detach().float()} | gradients(run)
-
-
 @check
-def fsdp2_evaluates() -> None:
+def evaluates() -> None:
     """With logits, and without a backward."""
-    run = parallelize(patched(), "fsdp2", own_head=True).model.eval()
     stock = make("llama").eval()
-    with torch.no_grad():
-        out, truth = run(**batch()), stock(**batch())
-    torch.testing.assert_close(whole(out.logits), truth.logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.loss, truth.loss, rtol=1e-5, atol=1e-5)
-    same(run.train())
+    for mode, head, more in (("fsdp2", "fused", {}), ("tp", "sliced", {"ranks": 1})):
+        run = parallelize(patched(), mode).model.eval()
+        with torch.no_grad():
+            out, truth = run(**batch()), stock(**batch())
+        torch.testing.assert_close(whole(out.logits), truth.logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(whole(out.loss), truth.loss, rtol=1e-5, atol=1e-5)
+        same(run.train(), head=head, **more)
 
 
 def fsdp1(
@@ -424,13 +418,6 @@ def tp_options_of_the_loss() -> None:
         if "return_predicted_tokens" in options:
             assert torch.equal(out.predicted_tokens, truth.predicted_tokens)
             torch.testing.assert_close(out.token_accuracy, truth.token_accuracy)
-
-
-@check
-def tp_evaluates() -> None:
-    run, stock = parallelize(patched(), "tp").model.eval(), make("llama").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(run(**batch()).logits, stock(**batch()).logits, rtol=1e-5, atol=1e-5)
 
 
 @check
@@ -662,71 +649,6 @@ def tp_in_fsdp2() -> None:
             torch.testing.assert_close(clip_grad_norm_(model, None), full, rtol=1e-5, atol=1e-6)
 
 
-@check
-def context_parallel() -> None:
-    """Ranks have parts of each sequence; labels are shifted before, keys gathered for attention."""
-    from torch.distributed._functional_collectives import all_gather_tensor_autograd
-    from transformers import AttentionInterface
-
-    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
-        gathered = (all_gather_tensor_autograd(t.contiguous(), 2, dist.group.WORLD) for t in (k, v))
-        k, v = (t.repeat_interleave(module.num_key_value_groups, 1) for t in gathered)
-        first = dist.get_rank() * q.shape[2]
-        causal = torch.arange(k.shape[2], device=q.device) <= first + torch.arange(q.shape[2], device=q.device)[:, None]
-        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scaling)
-        return y.transpose(1, 2), None
-
-    AttentionInterface.register("gathered", attention)
-    model = patched()
-    model.config._attn_implementation = "gathered"
-    whole_batch = batch()
-    shifted = nn.functional.pad(whole_batch["labels"], (0, 1), value=-100)[:, 1:]
-    cut = lambda t: t.chunk(RANKS, 1)[dist.get_rank()].contiguous()
-    given: dict[str, Any] = dict(input_ids=cut(whole_batch["input_ids"]), attention_mask=None, use_cache=False)
-    given |= dict(shift_labels=cut(shifted), position_ids=cut(torch.arange(LENGTH, device=model.device)[None]))
-    with calls_of_heads() as said:
-        out, found = trained(model, given, num_items_in_batch=(shifted != -100).sum())
-    assert said == ["fused"] and out.logits is None
-    for t in found.values():
-        dist.all_reduce(t)
-    assert_same_learning(found, expected(), TOLERANCE)
-
-
-@check
-def pipeline_stages() -> None:
-    """The first stage has no head, the last one no embedding."""
-    model, rank = patched(), dist.get_rank()
-    layers, half = model.model.layers, len(model.model.layers) // 2
-    given = batch()
-    hidden = torch.zeros(ROWS, LENGTH, model.config.hidden_size, device=model.device, requires_grad=True)
-    if rank == 0:
-        model.model.layers, model.model.norm, model.lm_head = layers[:half], nn.Identity(), nn.Identity()
-        out = model(input_ids=given["input_ids"], use_cache=False).logits
-        dist.send(out.detach(), 1)
-        gradient = torch.zeros_like(out)
-        dist.recv(gradient, 1)
-        out.backward(gradient)
-    elif rank == 1:
-        model.model.layers = layers[half:]
-        for i, layer in enumerate(model.model.layers):
-            layer.self_attn.layer_idx = i
-        del model.model.embed_tokens
-        dist.recv(hidden.data, 0)
-        with calls_of_heads() as said:
-            out = model(inputs_embeds=hidden, labels=given["labels"], use_cache=False)
-            out.loss.backward()
-        assert said == ["fused"] and out.logits is None
-        dist.send(hidden.grad, 0)
-    found = gradients(model)
-    if rank == 1:
-        later = lambda name: re.sub(r"(?<=layers\.)\d+", lambda i: str(int(i[0]) + half), name)
-        found = {later(name): gradient for name, gradient in found.items()} | {"loss": out.loss.detach()}
-    everyone: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyone, {k: v.cpu() for k, v in found.items()})
-    together = {k: v for part in everyone for k, v in part.items()}
-    assert_same_learning(together, {k: v.cpu() for k, v in expected().items()}, TOLERANCE)
-
-
 def documents(length: int = LENGTH) -> dict[str, Tensor]:
     """Rows of two and three documents; one begins where a rank's part does."""
     found = tokens(ROWS, length, ignored=IGNORED)
@@ -891,12 +813,8 @@ def ulysses_stock_and_lora() -> None:
 @check
 def ulysses_refuses() -> None:
     def refused(call: Callable[[], Any], why: str) -> None:
-        try:
+        with pytest.raises(ValueError, match=re.escape(why)):
             call()
-        except ValueError as error:
-            assert why in str(error), str(error)
-        else:
-            raise AssertionError(f"not refused: {why}")
 
     meeting = "layers in which tokens meet without Transformers' attention interface"
     counts = "counts positions by its attention mask or its tokens"
@@ -974,15 +892,15 @@ def learnt_by_adapters(ours: bool, mode: str, *how: Any) -> dict[str, Tensor]:
     off = dict(rope=False, rms_norm=False, fused_linear_cross_entropy=False, rematerialise=False)
     model = adapted(ours, *how, **off)
     if mode == "ddp":
-        return learn_any(parallelize(model, "ddp").model)
+        return learn(parallelize(model, "ddp").model, fused=False)
     if mode == "fsdp1":
         run = fsdp1(model)
-        loss = learn_any(run)["loss"]
+        loss = learn(run, fused=False)["loss"]
         with FullyShardedDataParallel.summon_full_params(run, with_grads=True):  # zeros for what is frozen
             return {"loss": loss} | {name: g for name, g in gradients(run).items() if "lora_" in name}
     if mode == "checkpointed":
         checkpointed(model).enable_input_require_grads()
-    return learn_any(by_layers(model))
+    return learn(by_layers(model), fused=False)
 
 
 @check
@@ -1157,7 +1075,7 @@ def fp8_of_torchao_gathered_in_fp8() -> None:
         multiplied.clear()
         for _ in range(2):
             optimizer.zero_grad()
-            found = learn_any(model)
+            found = learn(model, fused=False)
             optimizer.step()
             precompute_float8_dynamic_scale_for_fsdp(model)
         assert len(multiplied) == 7 * 2 * ours * (1 + checkpointing)  # layers and steps, and forwards of each
@@ -1221,12 +1139,10 @@ def a_sharded_head_outside_its_forward_is_named() -> None:
     x = torch.randn(2, 3, model.config.hidden_size, device=model.device)
     target = torch.zeros(2, 3, dtype=torch.int64, device=model.device)
     weights = torch.ones_like(target), torch.ones(2, device=model.device)
-    try:
+    with pytest.raises(
+        ValueError, match="w must be whole, as x is, got a DTensor: gather a sharded head before its loss"
+    ):
         LigerFusedLinearGRPOLoss(beta=0.0)(x, model.lm_head.weight, target, *weights)
-    except ValueError as error:
-        assert "w must be whole, as x is, got a DTensor: gather a sharded head before its loss" in str(error)
-    else:
-        raise AssertionError("a loss of whole hidden states and a DTensor")
 
 
 @check

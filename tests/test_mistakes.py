@@ -76,14 +76,9 @@ TABLE = [
             ("--val_set_size 2000", r"eval_fraction must be in \[0, 1\), got 2000"),
             ("--dataset_name chat.jsonl", r"no such file: chat.jsonl; did you mean chats.jsonl\?"),
             # names of others that mean something else, or have other values
-            ("--warmup-ratio 0.1", r"no flag --warmup-ratio; did you mean --warmup\?"),
-            ("--lr_scheduler_type cosine", r"no flag --lr_scheduler_type; did you mean --schedule\?"),
             ("--bf16", r"no flag --bf16; did you mean --precision bf16-mixed\?"),
-            ("--load_in_4bit", r"no flag --load_in_4bit; did you mean --quantize nf4\?"),
-            ("--use_peft", r"no flag --use_peft; did you mean --lora\?"),
             ("--push_to_hub", "no flag --push_to_hub; liger train --help lists the flags"),
             ("--dry-run True", "unexpected argument 'True': a flag that is on or off has no value"),
-            ("--lerning-rate 1", r"no flag --lerning-rate; did you mean --lr\?"),
             ("--gradient_checkpointing True", "must be one of none, selective, full; got 'True'"),
             ("--gradient_checkpointing", "--gradient-checkpointing needs a value: none, selective, full$"),
             ("--output_dir", "--output-dir needs a value: OUTPUT_DIR$"),
@@ -142,16 +137,13 @@ TABLE = [
     ("chat ./modle", r"no such folder: ./modle; did you mean model\?"),
     ("chat empty", "empty holds neither a model nor adapters"),
     ("chat model --base one", "model holds no adapters: leave out --base"),
-    ("chat model --besides one", r"no flag --besides; did you mean --beside\?"),
     ("chat model --prompts chat.jsonl", r"no such file: chat.jsonl; did you mean chats.jsonl\?"),
     ("chat model --tokens 0", "--tokens must be at least 1, got 0"),
     ("chat adapters", "the base of adapters had random weights, which are in no file: train adapters over a --model"),
-    ("merge adapters", "the following arguments are required: --out"),
     ("merge adapters --out model", "model is there and not an empty folder: give a new --out"),
     ("merge model --out new", "model is no folder of adapters: a whole model needs no merge"),
     ("merge adapters --out new --base ./modle", r"no such folder: ./modle; did you mean model\?"),
     # demo
-    ("demo --stepz 3", r"liger demo: no flag --stepz; did you mean --steps\?"),
     ("demo --out text.txt", "cannot write to text.txt"),
     # models
     ("models lama", r"no model type 'lama'; did you mean llama\?"),
@@ -160,7 +152,6 @@ TABLE = [
     ("models llama --write", "--write writes the whole table: leave out the model types"),
     # ops and env
     ("ops rms_nrm", r"liger ops: no operator 'rms_nrm'; did you mean rms_norm\?"),
-    ("ops glu more", "unexpected argument 'more'"),
     ("env --all", "liger env: no flag --all"),
     # bench
     ("bench rms_nrm", r"liger bench: no operator 'rms_nrm'; did you mean rms_norm\?"),
@@ -201,9 +192,7 @@ TABLE = [
     ("bench step --model model", "--model model needs --data FILE: rows of your own"),
     ("bench step --data chats.jsonl", "--data chats.jsonl needs --model: a folder or an id of the hub"),
     ("bench step --model model --data=chats.jsonl --seq x", "--length must be a whole number, got .x."),
-    ("bench step more", "unexpected argument 'more'; liger bench step --help lists"),
     # tune
-    ("tune", "liger tune: the following arguments are required: op"),
     ("tune rms_nrm", r"liger tune: no operator 'rms_nrm'; did you mean rms_norm\?"),
     ("tune rms_norm --case lama", r"no case 'lama'; did you mean llama\?"),
     ("tune rms_norm --dtype bf6", r"--dtype must be one of bf16, fp16, fp32; got 'bf6'; did you mean bf16\?"),
@@ -226,7 +215,6 @@ TABLE = [
     ("fit --model tiny --gpu h100 --kernels off --tiled-mlp 3", "tiled_mlp needs kernels on, got off"),
     ("fit --model tiny --gpu h100 --keep-attention", "keep_attention needs gradient_checkpointing full, got none"),
     ("fit --model tiny --gpu h100 --rematerialise mpl", r"--rematerialise must be one of off, .*; did you mean mlp\?"),
-    ("fit --model tiny --gpu h100 --steps 5", r"no flag --steps"),
     *without_gpu("fit --model tiny", "this machine has no GPU: give --gpu, one of a100-40, .*, or --memory-gb"),
     # deploy
     ("deploy", "liger deploy: the following arguments are required: COMMAND"),

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import parallel_ranks
-from hf_models import make
+from hf_models import assert_same_learning, make, served_by_kernels_or_references, step, tokens
 
 from liger_kernel.parallel import clip_grad_norm_, layers_of, parallelize, tensor_parallel
 
@@ -65,6 +65,22 @@ def test_plans_that_name_no_module_of_the_model():
     model = peft.get_peft_model(make("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="mode tp needs modules that PeftModel's tp_plan names"):
         tensor_parallel(model, SimpleNamespace(size=lambda: 1))
+
+
+def test_stages_of_a_pipeline():
+    """The first has no head, the last one no embedding."""
+    first, last, batch = parallel_ranks.patched(), parallel_ranks.patched(), tokens()
+    first.model.layers, last.model.layers = first.model.layers[:1], last.model.layers[1:]
+    first.model.norm, first.lm_head, last.model.layers[0].self_attn.layer_idx = nn.Identity(), nn.Identity(), 0
+    del last.model.embed_tokens
+    with served_by_kernels_or_references():
+        hidden = first(input_ids=batch["input_ids"], use_cache=False).logits
+        out = last(inputs_embeds=hidden, labels=batch["labels"], use_cache=False)
+        out.loss.backward()
+        expected = step(make("llama"))[1]
+    later = {name.replace("layers.0.", "layers.1."): g for name, g in parallel_ranks.gradients(last).items()}
+    assert out.logits is None
+    assert_same_learning(parallel_ranks.gradients(first) | later | {"loss": out.loss.detach()}, expected, 1e-5)
 
 
 def test_layers_of_models_that_do_not_say():

@@ -4,7 +4,6 @@ change or free what it works with."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import threading
@@ -517,19 +516,6 @@ def test_operators_of_higher_order_pass():
     assert_equal(*found)
 
 
-def test_kept_attention_is_offloaded(monkeypatch):
-    for name, value in dict(LEAST=1, STAYS=("meta",)).items():
-        monkeypatch.setattr(offloading, name, value)
-    moved, how = calls_of(monkeypatch, offloading._Moved, "__init__"), dict(context_fn=memory.keeping_attention)
-    body = lambda self, x: checkpoint(Attends.forward, self, x, use_reentrant=False, **how)
-    module, found = type("Offloaded", (Attends,), {"forward": offloading.offloaded(body)})(), []
-    for run in (Attends.__call__, body):
-        torch.manual_seed(2)
-        found.append(learn(module, x_of((2, 48, 64)), run))
-    assert_equal(*found)
-    assert [tuple(args[3].shape) for args, _ in moved].count((2, 2, 48, 32)) == 2  # the outputs of attention
-
-
 def test_kept_attention_is_freed_with_the_graph():
     x, module = torch.randn(2, 48, 64, device=DEVICE), Attends()
     with without_collector():
@@ -556,22 +542,10 @@ def test_kept_attention_under_compile(compiled):
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import (
-    assert_same_bits,
-    assert_untouched,
-    everything_of,
-    make,
-    recognised,
-    served_by_kernels_or_references,
-    snapshot,
-    step,
-    tokens,
-)
+from hf_models import assert_same_bits, make, served_by_kernels_or_references, step
 
 import liger_kernel.transformers as ours
 from liger_kernel.transformers import restore
-from liger_kernel.transformers.patching.patches import is_patched
-from liger_kernel.transformers.recognise import experts
 
 # plain; norms of heads; four norms; packed gate and up; experts
 FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "mixtral"]
@@ -614,41 +588,6 @@ def test_gradients_are_equal(family, level, monkeypatch):
     _, learned = step(patched(model, level))
     assert computed
     assert_same_bits(learned, expected)
-
-
-def test_classes():
-    model = make("llama")
-    before = snapshot(*everything_of("llama"))
-    _, stock = step(model)
-    ours.apply_liger_kernel_to_llama()
-    _, expected = step(model)
-    restore()
-    ours.apply_liger_kernel_to_llama(rematerialise=True)
-    with Watch() as kept:
-        model(**tokens(), use_cache=False)
-    _, learned = step(model)
-    assert_same_bits(learned, expected)
-    assert list(stock) == list(learned) and kept.storages
-    restore()
-    assert_untouched(before)
-
-
-def test_undo_and_switches():
-    model = make("llama")
-    before = snapshot(*everything_of("llama"), model)
-    patched(model, True)
-    first = {id(m): m.forward for m in layers_of(model)}
-    ours._apply_liger_kernel_to_instance(model)
-    assert all(m.forward == first[id(m)] for m in layers_of(model))
-    copied = copy.deepcopy(model)
-    _, expected = step(model)
-    assert_same_bits(step(copied)[1], expected)
-    restore(model)
-    assert_untouched(before)
-    patched(model, True, rms_norm=False, swiglu=False)  # nothing left to compute again
-    assert not any(map(is_patched, layers_of(model)))
-    with pytest.raises(ValueError, match="rematerialise: must be True, False or one of"):
-        patched(model, "everything")
 
 
 class FlashAttnFunc(torch.autograd.Function):
@@ -699,15 +638,6 @@ def test_saved_bytes_of_a_layer():
     assert kept(True, hooked=True) == cheap and kept("mlp", hooked=True) == mlp
     assert 1 - cheap / parts > 0.32
     assert 1 - mlp / parts > 0.75
-
-
-def test_experts_compute_again(monkeypatch):
-    """At level "mlp"; gradients have the same bits."""
-    model = make("qwen3_moe", num_hidden_layers=1)
-    recognised("qwen3_moe")
-    asked = calls_of(monkeypatch, experts, "moe")
-    assert_levels_learn_the_same(model)
-    assert [how["recompute"] for _, how in asked] == [False, False, True]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8_rceil"])
@@ -774,56 +704,3 @@ def test_models_of_others(change):
     with torch.autocast(DEVICE, torch.bfloat16, enabled=change is None):
         found = assert_levels_learn_the_same(model)
     assert any("lora_A" in name for name in found) == (change is with_adapters)
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_fsdp2(alone, monkeypatch):
-    """Weights are freed after the forward; those of units of their own before that."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh, learned, rebuilt = init_device_mesh(DEVICE, (1,)), [], []
-        calls = calls_of(monkeypatch, memory._Recipe, "_compute")
-        for level in (False, True, "mlp"):
-            model = patched(make("llama"), level)
-            for layer in layers_of(model):
-                for unit in (layer.input_layernorm, layer.post_attention_layernorm) if alone else ():
-                    fully_shard(unit, mesh=mesh)
-                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-            fully_shard(model, mesh=mesh)
-            calls.clear()
-            _, found = step(model)
-            learned.append({n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()})
-            rebuilt.append(len(calls))
-    finally:
-        dist.destroy_process_group()
-    for each in learned[1:]:
-        assert_same_bits(each, learned[0])
-    # of two layers: kernels have the whole MLP in one, and do that without being asked
-    activations = 0 if DEVICE == "cuda" else 2
-    # and norms, where their weights are there
-    assert rebuilt == ([0, activations, 0] if alone else [0, 4 + activations, 4])
-
-
-def test_module_hooks():
-    model = make("llama")
-    norm, fired = layers_of(model)[0].input_layernorm, []
-    norm.register_forward_hook(lambda m, args, out: out.mul_(1.25) if out.requires_grad else None)
-    norm.register_full_backward_hook(lambda m, dx, dy: fired.append(dy[0].clone()))
-    layers_of(model)[1].mlp.down_proj.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
-    layers_of(model)[1].mlp.register_full_backward_hook(lambda m, dx, dy: fired.append(dy[0].clone()))
-    assert_levels_learn_the_same(model)
-    assert len(fired) == 6 and torch.equal(fired[0], fired[2]) and torch.equal(fired[1], fired[3])
-
-
-def test_with_interpreted_kernels():
-    if DEVICE == "cuda":
-        pytest.skip("kernels are used everywhere there")
-    with_kernels()
-    model, batch = make("llama", num_hidden_layers=1), tokens(1, 5, ignored=1)
-    _, expected = step(patched(model, False), batch)
-    _, learned = step(patched(model, True), batch)
-    assert_same_bits(learned, expected)

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -458,22 +457,6 @@ def test_pages_that_are_registered_stay(answer, device, mapped, pages, monkeypat
 # -- what stays ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_parameters_stay(frozen, autocast, moved):
-    module = Offloaded()
-    module.layers[1].requires_grad_(not frozen)
-    weights = {p.untyped_storage()._cdata for p in module.parameters()}
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        y = module(x_of() * 1)
-    y.sum().backward()
-    shapes = {tuple(p.shape) for layer in module.layers if layer.up.weight.requires_grad for p in layer.parameters()}
-    assert moved and not weights & {t.untyped_storage()._cdata for t in moved}
-    casts = [t for t in moved if tuple(t.shape) in shapes or tuple(t.mT.shape) in shapes]
-    # autocast keeps no cast of a frozen weight, so each is an activation like others
-    assert len(casts) == 2 * (frozen and autocast)
-
-
 def test_small_tensors_and_parts_of_large_ones_stay(monkeypatch, moved):
     monkeypatch.setattr(offloading, "LEAST", 256)
     large = torch.randn(100, 64, device=DEVICE, requires_grad=True)
@@ -520,37 +503,6 @@ def test_it_steps_aside(how, moved):
     with torch.no_grad():
         assert torch.equal(Offloaded()(x_of()), Layers()(x_of()))
     assert not moved
-
-
-def test_hooks_of_others_inside(moved):
-    class Inside(Layers):
-        def body(self, x):
-            with torch.autograd.graph.save_on_cpu():
-                x = self.layers[0](x)
-            return self.layers[1](x)
-
-    ours = type("Ours", (Inside,), {"forward": offloading.offloaded(Inside.body)})
-    stock = type("Stock", (Inside,), {"forward": Inside.body})
-    assert_equal(learn(ours(layers=2)), learn(stock(layers=2)))
-    assert len(moved) == 3
-
-
-def test_modules_within_modules(moved):
-    """The outer one offloads for both."""
-
-    class Outer(nn.Module):
-        def __init__(self, inner: nn.Module):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return self.inner(x.sin())
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours = learn(type("Ours", (Outer,), {"forward": offloading.offloaded(Outer.forward)})(Offloaded(False)))
-    assert_equal(ours, learn(Outer(Layers(False))))
-    assert len(moved) == 6
 
 
 def test_torch_compile_of_the_layers(moved):

@@ -3,7 +3,6 @@ gradients and adapters are as without it."""
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -103,21 +102,3 @@ def test_under_autocast(tmp_path, ran, dtype):
     truth = Adapted(tmp_path, False, adapted(dtype).float()).gradients
     assert_same(ours, stock, rough=True)
     assert_rounds_as(ours.gradients, stock.gradients, truth)
-
-
-def test_save_and_resume(tmp_path, ran):
-    """A checkpoint is what stock writes and loads; a training goes on from it."""
-    schedule = dict(max_steps=4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
-    run = functools.partial(Adapted, **schedule, gradient_accumulation_steps=1)
-    whole, stock = run(tmp_path / "ours", True), run(tmp_path / "stock", False)
-    assert_same(whole, stock)
-    weights = lambda which: peft.load_peft_weights(str(tmp_path / which / "checkpoint-4"), "cpu")
-    saved, expected = weights("ours"), weights("stock")
-    assert saved.keys() == expected.keys()
-    torch.testing.assert_close(saved, expected, rtol=1e-4, atol=1e-5)
-    resumed = run(tmp_path / "ours", True, resume=str(tmp_path / "ours" / "checkpoint-2"))
-    torch.testing.assert_close(resumed.weights, whole.weights)
-    torch.testing.assert_close(resumed.logs[-3:], whole.logs[-3:])
-    loaded = peft.PeftModel.from_pretrained(make("llama", num_hidden_layers=1), tmp_path / "ours" / "checkpoint-4")
-    assert all(torch.equal(p.float(), whole.weights[n]) for n, p in loaded.state_dict().items())
-    assert ran == FORWARD * 6

@@ -14,7 +14,6 @@ from hf_models import DEVICE, make, tokens
 from quick import further
 from torch import nn
 
-import liger_kernel.transformers as liger
 from liger_kernel.transformers.patching.patches import is_patched
 from liger_kernel.transformers.recognise.tiny import VOCAB
 
@@ -131,39 +130,7 @@ def test_state_dict_and_resume(tmp_path):
     torch.testing.assert_close(resumed.logs[-3:], whole.logs[-3:])
 
 
-@pytest.mark.parametrize(
-    "lora",
-    [dict(target_modules=["q_proj", "lm_head"]), dict(target_modules=["v_proj"], modules_to_save=["lm_head", "norm"])],
-    ids=str,
-)
-def test_peft(tmp_path, lora):
-    peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **lora)
-        return peft.get_peft_model(make("llama"), config)
-
-    assert_same(Run(tmp_path, True, model()), Run(tmp_path, False, model()))
-
-
 @pytest.mark.parametrize("model_type", ["gpt2", "bert-generation"])
 def test_models_with_little_to_swap(tmp_path, model_type):
     ours, stock = (Run(tmp_path, use, make(model_type), max_steps=1, eval_strategy="no") for use in (True, False))
     torch.testing.assert_close(ours.logs, stock.logs, rtol=2e-5, atol=1e-5)
-
-
-def test_classification_and_base_models(tmp_path):
-    """Norms, MLPs and ropes are swapped, losses and outputs are theirs."""
-    config = make("llama").config
-    config.pad_token_id, config.num_labels = 0, 3
-    batch = {"input_ids": tokens()["input_ids"], "labels": torch.tensor([0, 2], device=DEVICE)}
-    for name, keys in (("ForSequenceClassification", batch), ("Model", {"input_ids": batch["input_ids"]})):
-        torch.manual_seed(0)
-        model = getattr(transformers, f"Llama{name}")(config).to(DEVICE)
-        expected = model(**keys)[0]
-        assert liger._apply_liger_kernel_to_instance(model=model) is None
-        patched = sum(is_patched(m) for m in model.modules())
-        torch.testing.assert_close(model(**keys)[0], expected, rtol=1e-5, atol=1e-5)
-        liger._apply_liger_kernel_to_instance(model=model)
-        assert patched == sum(is_patched(m) for m in model.modules()) > 0

@@ -79,8 +79,8 @@ ENVIRONMENTS: dict[str, tuple[list[str], list[str], list[str]]] = {
     "flyte": (["flyte"], ["flyte==2.12.1"], ["flyteplugins-pytorch==2.12.1", *KUBERNETES]),
     "flyte1": (["flyte1"], ["flytekit==1.16.31"], ["flytekitplugins-kfpytorch==1.16.31", *KUBERNETES]),
     "frameworks": (
-        # ms-swift, once imported, has callbacks of its own in the Trainer of transformers
-        ["trainers", "adapters", "frameworks", "examples"],
+        # "parallel" for DeepSpeed's ZeRO; ms-swift, once imported, has callbacks of its own in transformers' Trainer
+        ["parallel", "trainers", "adapters", "frameworks", "examples"],
         _names("""addict aiofiles attrdict binpacking cloudpickle colorama cryptography dacite deprecated distro einops fire hjson json_repair jsonlines
                   jsonschema lightning-utilities loguru msgpack omegaconf opentelemetry-sdk orjson posthog protobuf pulp py-cpuinfo pyvers requests"""),  # noqa: E501
         _names("""axolotl==0.19.0 bitsandbytes==0.50.2 deepspeed==0.19.8 evaluate instructlab-training==0.16.2 lightning==2.6.6 litgpt==0.5.13 llvmlite

@@ -1,5 +1,5 @@
 """Every block of code of README and docs/ runs here, on tiny models in the place of those of the
-hub; why one cannot run here stands in the name of its test.
+hub; why a block of Python cannot run here stands in the name of its page's test.
 
 The blocks of a page run one after the other, with what the page takes for given (``GIVEN``). A line
 ``print(...)  # text`` must print that text, if it is one of ``SAID``. Of commands, in blocks or
@@ -17,13 +17,14 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_models import DEVICE, served_by_kernels_or_references
+from hf_models import DEVICE, group_of_one, served_by_kernels_or_references
+from quick import words
 
 from liger_kernel import cli
 from liger_kernel.transformers import AutoLigerKernelForCausalLM, apply_liger_kernel_to_llama, restore
@@ -164,16 +165,6 @@ GIVEN: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def missing(code: str) -> list[str]:
     modules = re.findall(r"^(?:from|import) (\w+(?:, \w+)*)", code, re.M)
     return [name for line in modules for name in line.split(", ") if importlib.util.find_spec(name) is None]
@@ -196,7 +187,7 @@ def named(page: str) -> Any:
 def test_python_runs(page, offline, capsys):
     torch.manual_seed(0)
     names = GIVEN.get(Path(page).name, common)(offline)
-    group = one_rank() if Path(page).name == "distributed.md" else contextlib.nullcontext()
+    group = group_of_one("cpu") if Path(page).name == "distributed.md" else contextlib.nullcontext()
     try:
         with torch.device(DEVICE), served_by_kernels_or_references(), group:
             for number, code in enumerate(blocks(page, "python"), 1):
@@ -233,17 +224,9 @@ def test_every_reason_has_its_block():
 
 # -- commands ------------------------------------------------------------------------------
 
-# Commands that take minutes, a GPU or a cluster: their arguments are parsed
-PARSED = {
-    "demo": "trains two models, minutes",
-    "chat": "has tests of its own",
-    "merge": "has tests of its own",
-    "bench": "measures, minutes",
-    "tune": "needs a GPU",
-    "warmup": "compiles, minutes",
-    "fit": "simulates steps, half a minute",
-    **dict.fromkeys(("deploy submit", "deploy status", "deploy logs", "deploy delete"), "needs a cluster"),
-}
+# Commands that take minutes, a GPU or a cluster, or have tests of their own: their arguments are parsed
+PARSED = {"demo", "chat", "merge", "bench", "tune", "warmup", "fit"}
+PARSED |= {"deploy submit", "deploy status", "deploy logs", "deploy delete"}
 SMALL = (
     "--hidden 32 --intermediate 64 --layers 1 --heads 2 --kv-heads 1 --vocab 300 --length 32 --batch 1 --steps 2 "
     "--limit 8 --warmup 0 --eval-fraction 0 --eval-every 0"
@@ -252,20 +235,9 @@ SMALL = (
 # run them (tests/train, tests/integrations)
 ELSEWHERE = ["--nproc", "--nnodes", "--trainer", "--report", "--metrics-port", "--quantize"]
 ELSEWHERE += ["--model", "--config", "--data", "--stream", "--optimizer", "--optimizer-in-backward", "--parallel"]
-# Other programs, and why they do not run here
-PROGRAMS = {
-    "git": "needs the repository's address",
-    "pip": "needs a network",
-    **dict.fromkeys((".", "export"), "is for the commands that follow"),
-    "python": "runs for minutes",
-    "pytest": "these are the tests",
-    "make": "makes environments",
-    "docker": "needs a registry",
-    "hf": "needs the hub",
-    **dict.fromkeys(("vllm", "llama-quantize", "llama-cli"), "is a program of its own"),
-    **dict.fromkeys(("kubectl", "helm", "kustomize", "flyte", "pyflyte", "torchrun", "sbatch"), "needs a cluster"),
-    **dict.fromkeys(("curl", "promtool", "mlflow", "tensorboard"), "needs a server"),
-}
+# Other programs, which need a network, a cluster, a server, or minutes; and what is for commands that follow
+PROGRAMS = words(""". export git pip hf docker make python pytest torchrun sbatch curl promtool mlflow tensorboard
+    kubectl helm kustomize flyte pyflyte vllm llama-quantize llama-cli""")
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 OPTIONAL = PYPROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
 EXTRAS = set(re.findall(r"^([\w-]+) = \[", OPTIONAL, re.M))
@@ -284,7 +256,7 @@ def commands(page: str) -> list[str]:
     return [line.removeprefix("$ ").strip() for line in found if line.strip() and not line.startswith("#")]
 
 
-EVERY = {line: page for page in PAGES for line in commands(page)}  # a line of several pages runs once
+EVERY = dict.fromkeys(line for page in PAGES for line in commands(page))  # a line of several pages runs once
 
 
 def parts(line: str) -> list[list[str]]:
@@ -300,18 +272,7 @@ def parts(line: str) -> list[list[str]]:
     return [part[:end] for part, end in zip(found, ends) if part]
 
 
-def described(page: str, line: str) -> str:
-    """The name of a command's test: what the command is, and why it does not run."""
-    program, *words = (parts(line) or [[""]])[0]
-    why = PROGRAMS.get(program)
-    if program == "liger" and words:
-        why = PARSED.get(" ".join(words[:2])) or PARSED.get(words[0])
-    if words[:1] == ["train"]:
-        why = next((f"{word} has tests of its own" for word in words if word.partition("=")[0] in ELSEWHERE), None)
-    return f"{page}: {line[:60].strip()}" + (f"; not run: {why}" if why else "")
-
-
-@pytest.mark.parametrize("line", [pytest.param(line, id=described(page, line)) for line, page in EVERY.items()])
+@pytest.mark.parametrize("line", EVERY)
 def test_commands(line, offline, capsys):
     for part in parts(line):
         program, *words = part

@@ -27,6 +27,7 @@ trl = pytest.importorskip("trl", reason="trl is not installed: make test-integra
 datasets = pytest.importorskip("datasets", reason="datasets is not installed: make setup")
 
 import tokenizers
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -185,11 +186,6 @@ def check_row(trainer: str, heads: set[str]) -> None:
     GUIDE.write_text(before + header + "".join(sorted([*others, row])) + "\n" + rest)
 
 
-def both(tmp_path: Path, trainer: str, kind: str, **options: Any) -> tuple[tuple, tuple]:
-    ours, stock = (taught(tmp_path / str(use), trainer, kind, use, **options) for use in (True, False))
-    return ours, stock
-
-
 def with_lora(*modules: str, **more: Any) -> dict[str, Any]:
     peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
     return {"peft_config": peft.LoraConfig(r=2, target_modules=[*modules], task_type="CAUSAL_LM", **more)}
@@ -206,37 +202,117 @@ def kind_of(trainer: str) -> str:
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
+TEACHER = lambda: {"teacher_model": make("llama", seed=7, vocab_size=64)}
+TAUGHT = dict(trainer_kwargs=TEACHER, lmbda=0.0, max_length=64)
 
-# -- supervised ----------------------------------------------------------------------------
+# -- with the flag and without -------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        smoke("text", {}),
-        ("text", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
-        smoke("chat", {"assistant_only_loss": True}),
-        ("chat", {"loss_type": "dft"}),
-        ("text", EVALUATED),
-        ("text", {"liger_kernel_config": {"unpad": True}, "gradient_checkpointing": True}),
-    ],
-    ids=str,
-)
-def test_sft(tmp_path, kind, options):
-    options = {k: v for k, v in options.items() if k in inspect.signature(trl.SFTConfig).parameters}
-    more = {"trainer_kwargs": lambda: {"eval_dataset": rows(kind)}} if "eval_strategy" in options else {}
-    ours, stock = both(tmp_path, "SFTTrainer", kind, **options, **more)
-    assert_same(ours, stock)
-    assert "mean_token_accuracy" in ours[1][0] or Version("0.26") > VERSION
+# losses of mean log-probabilities return these; TRL's own path logs sums all the same
+PER_TOKEN = ("logps/chosen", "logps/rejected")
+PER_TOKEN += ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+# With the flag TRL divides sums over tokens and vocabulary by the number of sequences; without, it
+# takes means since 1.1.
+MEANS = "logits/chosen", "logits/rejected"
 
 
-def test_sft_with_lora_on_the_head(tmp_path):
-    config = lambda: with_lora("q_proj", "lm_head", init_lora_weights=False)
-    if not FUSED:
-        pytest.skip(f"trl {VERSION} refuses adapters of the head, with the flag and without")
-    # the default does not know such heads
-    nll = {"loss_type": "nll"} if "loss_type" in inspect.signature(trl.SFTConfig).parameters else {}
-    assert_same(*both(tmp_path, "SFTTrainer", "text", trainer_kwargs=config, **nll))
+def case(trainer: str, kind: str, versions: str = "", refused: str = "", differ: tuple[str, ...] = (),
+         ci: bool = False, **options: Any) -> Any:  # fmt: skip
+    """A parameter: ``versions`` of TRL that can do this with the flag; what those before 1.13 say where
+    they refuse it, and metrics that are others there; ``ci``: .ci/run takes it as well."""
+    marks = [pytest.mark.smoke] * ci
+    return pytest.param(trainer, kind, options, versions, refused, differ, marks=marks, id=f"{trainer}-{options}")
+
+
+def dpo(loss_type: str, versions: str = ">=0.26", **more: Any) -> Any:
+    return case("DPOTrainer", "pairs", versions, loss_type=[loss_type], **more)
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [text.count("a") + 0.1 * len(set(text)) for text in completions]
+
+
+SAMPLES = dict(num_generations=4, max_completion_length=6, trainer_kwargs=lambda: {"reward_funcs": reward})
+
+
+def grpo(versions: str = "", **more: Any) -> Any:
+    how = dict(per_device_train_batch_size=4, num_iterations=2, max_steps=3, temperature=0.9)
+    return case("GRPOTrainer", "prompts", versions, **SAMPLES | how | more)
+
+
+EVALUATES = EVALUATED | {"trainer_kwargs": lambda: {"eval_dataset": rows("text")}}
+ON_THE_HEAD = {"trainer_kwargs": lambda: with_lora("q_proj", "lm_head", init_lora_weights=False)}
+ADAPTED = {"trainer_kwargs": lambda: with_lora("q_proj", "v_proj")}
+OLD = "<1.13"  # test_trainers_that_read_logits and test_which_head_runs have later ones
+SHORT = dict(max_length=48, max_prompt_length=24)
+COMPARED = [
+    case("SFTTrainer", "text", ci=True),
+    case("SFTTrainer", "text", packing=True, packing_strategy="wrapped", max_length=16),
+    case("SFTTrainer", "chat", ci=True, assistant_only_loss=True),
+    case("SFTTrainer", "chat", loss_type="dft"),
+    case("SFTTrainer", "text", **EVALUATES),
+    case("SFTTrainer", "text", liger_kernel_config={"unpad": True}, gradient_checkpointing=True),
+    # later versions refuse adapters of the head; the default loss does not know such heads
+    case("SFTTrainer", "text", OLD, loss_type="nll", **ON_THE_HEAD),
+    *(dpo(loss_type, "") for loss_type in ("apo_zero", "apo_down", "sppo_hard", "nca_pair")),
+    *(dpo(t) for t in ("hinge", "robust", "bco_pair", "aot", "aot_unpaired", "discopop", "sft")),
+    dpo("sigmoid", "", ci=True),
+    dpo("sigmoid_norm", ">=1.1", differ=PER_TOKEN, ci=True),
+    dpo("ipo", differ=PER_TOKEN),
+    dpo("exo_pair", refused="label_smoothing must be in", label_smoothing=1e-3),  # they do not pass it on
+    case("DPOTrainer", "pairs", ">=1.13", use_weighting=True),
+    case("DPOTrainer", "pairs", ">=0.26", refused="precomput", precompute_ref_log_probs=True),
+    case("DPOTrainer", "pairs", "!=0.26.*,!=0.27.*,!=0.28.*,!=0.29.*,!=1.0.*", differ=MEANS, **ADAPTED),
+    case("KTOTrainer", "unpaired", ">=1.13", **ADAPTED),
+    case("KTOTrainer", "unpaired", differ=MEANS),
+    case("KTOTrainer", "unpaired", differ=MEANS, ci=True, beta=0.5),
+    case("KTOTrainer", "unpaired", refused="Only KTO loss", loss_type="apo_zero_unpaired"),
+    # TRL has no fused path for these; layers and norms are ours
+    case("ORPOTrainer", "pairs", OLD, **SHORT),
+    case("CPOTrainer", "pairs", OLD, ci=True, **SHORT),
+    case("CPOTrainer", "pairs", OLD, loss_type="simpo", cpo_alpha=0.0, **SHORT),
+    case("RLOOTrainer", "prompts", OLD, ci=True, **SAMPLES),
+    *(grpo(loss_type=loss, beta=b) for loss in ("grpo", "bnpo", "dr_grpo") for b in (0.0, 0.04)),
+    *(grpo(">=1.0", loss_type=loss, beta=b) for loss in ("cispo", "sapo", "luspo", "vespo") for b in (0.0, 0.04)),
+    grpo(loss_type="dapo", beta=0.0),
+    grpo(loss_type="dapo", beta=0.04, ci=True),
+    grpo(importance_sampling_level="sequence"),
+    grpo(">=1.0", importance_sampling_level="sequence", loss_type="luspo"),
+    grpo(delta=1.5, beta=0.04),
+    grpo(epsilon=0.01, epsilon_high=0.02),
+    grpo(">=1.4", use_bias_correction_kl=True, beta=0.1),  # older ones do not pass it on
+    grpo(">=1.11", mask_truncated_completions=True),  # nor the tokens of all micro-batches
+    grpo(scale_rewards="batch"),
+    grpo(top_entropy_quantile=0.5),
+    grpo(entropy_coef=0.1),
+    grpo(off_policy_mask_threshold=0.5, beta=0.04),
+    # the adapter learns as without the flag, or TRL refuses: it is not left out in silence
+    grpo(OLD, trainer_kwargs=lambda: ON_THE_HEAD["trainer_kwargs"]() | {"reward_funcs": reward}),
+    # with the flag, older ones add half of the cross entropy: both weights are its defaults
+    *(case("GKDTrainer", "chat", ">=1.4", ci=b == 0.3, beta=b, max_new_tokens=4, **TAUGHT) for b in (0.0, 0.3, 1.0)),
+]
+
+
+@pytest.mark.parametrize("trainer, kind, options, versions, refused, differ", COMPARED)
+def test_as_without_the_flag(tmp_path, trainer, kind, options, versions, refused, differ):
+    if not SpecifierSet(versions, prereleases=True).contains(VERSION):
+        pytest.skip(f"trl {VERSION}: of {versions}")
+    known = {"trainer_kwargs", *inspect.signature(trainer_of(trainer.replace("Trainer", "Config"))).parameters}
+    options = {name: value for name, value in options.items() if name in known or name != "max_prompt_length"}
+    if unknown := options.keys() - known:
+        pytest.skip(f"trl {VERSION} has no {', '.join(unknown)}")
+    if refused and FUSED:
+        with pytest.raises(ValueError, match=refused):
+            taught(tmp_path, trainer, kind, True, **options)
+        return
+    try:
+        ours = taught(tmp_path / "ours", trainer, kind, True, **options)
+    except (ValueError, NotImplementedError) as error:
+        if trainer == "GRPOTrainer" and FUSED and "iger" in str(error) and "LigerFused" not in str(error):
+            pytest.skip(f"trl {VERSION} refuses this with the flag: {error}")
+        raise
+    stock = taught(tmp_path / "stock", trainer, kind, False, **options)
+    assert_same(ours, stock, differ if FUSED else ())
+    assert trainer != "SFTTrainer" or "mean_token_accuracy" in ours[1][0] or Version("0.26") > VERSION
 
 
 @pytest.mark.parametrize("center", [None, smoke(0.1)])
@@ -254,44 +330,6 @@ def test_reward(tmp_path, center):
 
 
 # -- preferences ---------------------------------------------------------------------------
-
-DPO_LOSSES = ["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"]
-DPO_LOSSES += ["aot", "aot_unpaired", "discopop", "apo_zero", "apo_down", "sft"]
-# losses of mean log-probabilities return these; TRL's own path logs sums all the same
-OF_MEANS = "ipo", "sigmoid_norm"
-PER_TOKEN = ("logps/chosen", "logps/rejected")
-PER_TOKEN += ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-
-
-@pytest.mark.parametrize("loss_type", [*map(smoke, DPO_LOSSES[:2]), *DPO_LOSSES[2:]])
-def test_dpo(tmp_path, loss_type):
-    if Version("0.26") > VERSION and loss_type not in ("sigmoid", "apo_zero", "apo_down", "sppo_hard", "nca_pair"):
-        pytest.skip(f"trl {VERSION} refuses {loss_type} with the flag")
-    if Version("1.1") > VERSION and loss_type == "sigmoid_norm":
-        pytest.skip(f"trl {VERSION} has no {loss_type}")
-    more = {"label_smoothing": 1e-3} if loss_type == "exo_pair" else {}
-    if loss_type == "exo_pair" and FUSED:  # TRL does not pass its smoothing on
-        with pytest.raises(ValueError, match="label_smoothing must be in"):
-            taught(tmp_path, "DPOTrainer", "pairs", True, loss_type=[loss_type], **more)
-    else:
-        found = both(tmp_path, "DPOTrainer", "pairs", loss_type=[loss_type], **more)
-        assert_same(*found, PER_TOKEN if FUSED and loss_type in OF_MEANS else ())
-
-
-@pytest.mark.skipif(FUSED, reason="with the flag, TRL leaves the weights out")
-def test_dpo_with_weights(tmp_path):
-    assert_same(*both(tmp_path, "DPOTrainer", "pairs", use_weighting=True))
-
-
-def test_dpo_with_references_computed_before(tmp_path):
-    if Version("0.26") > VERSION:
-        pytest.skip(f"with the flag, trl {VERSION} computes references in any case, from the model that is trained")
-    options = dict(precompute_ref_log_probs=True)
-    if FUSED:
-        with pytest.raises(ValueError, match="precomput"):  # by TRL itself
-            taught(tmp_path, "DPOTrainer", "pairs", True, **options)
-    else:
-        assert_same(*both(tmp_path, "DPOTrainer", "pairs", **options))
 
 
 @pytest.mark.skipif(Version("1.16") > VERSION, reason="TRL refuses them with the flag, or computes them later")
@@ -367,41 +405,6 @@ def test_the_reference_rounds_as_the_policy(tmp_path, trainer):
         assert patched(trained.ref_model) == patched(trained.model) == use and not patched(bystander)
         if trainer == "DPOTrainer":
             assert logs[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
-
-
-@pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer"])
-def test_lora_without_a_reference_model(tmp_path, trainer):
-    if trainer == "KTOTrainer" and FUSED:
-        pytest.skip("with the flag and PEFT, TRL leaves the reference out: it asks for one only beside a model of it")
-    if trainer == "DPOTrainer" and Version("0.26") <= VERSION < Version("1.1"):
-        pytest.skip(f"trl {VERSION} refuses PEFT in DPO with the flag")
-    config = lambda: with_lora("q_proj", "v_proj")
-    assert_same(*both(tmp_path, trainer, kind_of(trainer), trainer_kwargs=config), MEANS)
-
-
-# With the flag TRL divides sums over tokens and vocabulary by the number of sequences; without, it
-# takes means since 1.1.
-MEANS = "logits/chosen", "logits/rejected"
-
-
-@pytest.mark.parametrize("options", [{}, smoke({"beta": 0.5}), {"loss_type": "apo_zero_unpaired"}], ids=str)
-def test_kto(tmp_path, options):
-    if options.get("loss_type") and FUSED:
-        with pytest.raises(ValueError, match="Only KTO loss"):  # by TRL itself
-            taught(tmp_path, "KTOTrainer", "unpaired", True, **options)
-    else:
-        assert_same(*both(tmp_path, "KTOTrainer", "unpaired", **options), MEANS)
-
-
-@pytest.mark.skipif(not FUSED, reason="test_trainers_that_read_logits has them")
-@pytest.mark.parametrize(
-    "trainer, options",
-    [("ORPOTrainer", {}), smoke("CPOTrainer", {}), ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.0})],
-    ids=str,
-)
-def test_preferences_without_a_reference(tmp_path, trainer, options):
-    """TRL has no fused path for these; layers and norms are ours."""
-    assert_same(*both(tmp_path, trainer, "pairs", max_length=48, **(options | prompt_length(trainer))))
 
 
 def orpo(tmp_path: Path, ours: bool, model: Any = None, flag: bool = False, **options: Any) -> tuple:
@@ -502,108 +505,15 @@ def test_our_orpo_trainer_on_two_ranks(tmp_path, options):
     assert_same(on_two_ranks(tmp_path / "ours", True, **options), on_two_ranks(tmp_path / "stock", False, **options))
 
 
-# -- reinforcement learning ----------------------------------------------------------------
-
-
-def reward(completions: list[str], **_: Any) -> list[float]:
-    return [text.count("a") + 0.1 * len(set(text)) for text in completions]
-
-
-GRPO_LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
-
-
-def grpo(tmp_path: Path, **options: Any) -> None:
-    known = {"trainer_kwargs", *inspect.signature(trl.GRPOConfig).parameters}
-    unknown = [k for k in options if k not in known]
-    if unknown:
-        pytest.skip(f"trl {VERSION} has no {', '.join(unknown)}")
-    late = {"cispo", "sapo", "luspo", "vespo"} & {options.get("loss_type")}
-    for since, what, lacks in (
-        ("1.4", "use_bias_correction_kl" in options, "does not pass use_bias_correction_kl on"),
-        ("1.11", "mask_truncated_completions" in options, "does not pass the tokens of all micro-batches on"),
-        ("1.0", late, f"has no {late}"),
-    ):
-        if what and Version(since) > VERSION:
-            pytest.skip(f"trl {VERSION} {lacks}")
-    common = dict(num_generations=4, max_completion_length=6, per_device_train_batch_size=4, num_iterations=2)
-    common |= dict(gradient_accumulation_steps=2, max_steps=3, temperature=0.9)
-    common |= dict(trainer_kwargs=lambda: {"reward_funcs": reward})
-    try:
-        ours = taught(tmp_path / "ours", "GRPOTrainer", "prompts", True, **(common | options))
-    except (ValueError, NotImplementedError) as error:
-        if FUSED and "iger" in str(error) and "LigerFused" not in str(error):
-            pytest.skip(f"trl {VERSION} refuses this with the flag: {error}")
-        raise
-    assert_same(ours, taught(tmp_path / "stock", "GRPOTrainer", "prompts", False, **(common | options)))
-
-
-ONE = smoke("dapo", 0.04)
-OTHERS = [(loss, beta) for loss in GRPO_LOSSES for beta in (0.0, 0.04) if (loss, beta) != ("dapo", 0.04)]
-
-
-@pytest.mark.parametrize("loss_type, beta", [ONE, *OTHERS])
-def test_grpo(tmp_path, loss_type, beta):
-    grpo(tmp_path, loss_type=loss_type, beta=beta)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"importance_sampling_level": "sequence"},
-        {"importance_sampling_level": "sequence", "loss_type": "luspo"},
-        {"delta": 1.5, "beta": 0.04},
-        {"epsilon": 0.01, "epsilon_high": 0.02},
-        {"use_bias_correction_kl": True, "beta": 0.1},
-        {"mask_truncated_completions": True},
-        {"scale_rewards": "batch"},
-        {"top_entropy_quantile": 0.5},
-        {"entropy_coef": 0.1},
-        {"off_policy_mask_threshold": 0.5, "beta": 0.04},
-    ],
-    ids=str,
-)
-def test_grpo_options(tmp_path, options):
-    grpo(tmp_path, **options)
-
-
-def test_grpo_with_lora_on_the_head(tmp_path):
-    """The adapter learns as without the flag, or TRL refuses: it is not left out in silence."""
-    if not FUSED:
-        pytest.skip(f"trl {VERSION} has no loss of ours")
-    config = lambda: with_lora("q_proj", "lm_head", init_lora_weights=False) | {"reward_funcs": reward}
-    grpo(tmp_path, trainer_kwargs=config)
-
-
-@pytest.mark.smoke
-@pytest.mark.skipif(not FUSED, reason="test_which_head_runs has it")
-def test_rloo(tmp_path):
-    common = dict(num_generations=4, max_completion_length=6, trainer_kwargs=lambda: {"reward_funcs": reward})
-    assert_same(*both(tmp_path, "RLOOTrainer", "prompts", **common))
-
-
-# -- distillation --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("beta", [0.0, smoke(0.3), 1.0])
-def test_gkd(tmp_path, beta):
-    if Version("1.4") > VERSION:
-        pytest.skip(f"with the flag, trl {VERSION} adds half of the cross entropy: both weights are its defaults")
-    teacher = lambda: {"teacher_model": make("llama", seed=7, vocab_size=64)}
-    options = dict(trainer_kwargs=teacher, beta=beta, lmbda=0.0, max_new_tokens=4, max_length=64)
-    assert_same(*both(tmp_path, "GKDTrainer", "chat", **options))
-
-
 # -- which head runs -------------------------------------------------------------------------
 
 GENERATES = dict(max_completion_length=6)
-REWARDED = GENERATES | dict(beta=0.04, num_generations=4, trainer_kwargs=lambda: {"reward_funcs": reward})
-TEACHER = lambda: {"teacher_model": make("llama", seed=7, vocab_size=64)}
 HEADS = [
     ("SFTTrainer", "text", {}),
     ("DPOTrainer", "pairs", {}),
     ("KTOTrainer", "unpaired", {}),
-    ("GRPOTrainer", "prompts", REWARDED),
-    ("RLOOTrainer", "prompts", REWARDED),
+    ("GRPOTrainer", "prompts", SAMPLES | dict(beta=0.04)),
+    ("RLOOTrainer", "prompts", SAMPLES | dict(beta=0.04)),
     *(("DistillationTrainer", "prompts", GENERATES | dict(beta=b, trainer_kwargs=TEACHER)) for b in (0.0, 0.5, 1.0)),
     ("DistillationTrainer", "prompts", GENERATES | dict(trainer_kwargs=lambda: TEACHER() | with_lora("q_proj"))),
 ]
@@ -663,8 +573,6 @@ def test_the_head_of_asynchronous_grpo():
 # -- trainers that read logits ---------------------------------------------------------------
 
 SOME_RIGHT = lambda: {"reward_funcs": lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)]}
-REWARDED_4 = GENERATES | dict(num_generations=4, trainer_kwargs=lambda: {"reward_funcs": reward})
-TAUGHT = dict(trainer_kwargs=TEACHER, lmbda=0.0, max_length=64)
 READ = [
     ("ORPOTrainer", "pairs", {}),
     ("CPOTrainer", "pairs", {}),
@@ -672,8 +580,8 @@ READ = [
     ("TPOTrainer", "triples", {}),
     ("OnlineDPOTrainer", "prompts", {"max_new_tokens": 6, "trainer_kwargs": lambda: {"reward_funcs": reward}}),
     ("A2POTrainer", "prompts", GENERATES | {"trainer_kwargs": SOME_RIGHT}),
-    ("SDPOTrainer", "prompts", REWARDED_4 | {"success_reward_threshold": 0.2}),
-    ("SDPOTrainer", "prompts", REWARDED_4 | {"distillation_weight": 0.0, "temperature": 0.7}),
+    ("SDPOTrainer", "prompts", SAMPLES | {"success_reward_threshold": 0.2}),
+    ("SDPOTrainer", "prompts", SAMPLES | {"distillation_weight": 0.0, "temperature": 0.7}),
     ("GKDTrainer", "chat", TAUGHT | {"max_new_tokens": 6}),
     ("GOLDTrainer", "chat", TAUGHT | GENERATES | {"use_uld_loss": False, "temperature": 0.7}),
 ]

@@ -16,7 +16,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
 import adapters
 from adapters import EVERY, Gradients, assert_rounds_as
 from hf_models import DEVICE, assert_same_learning, forget_training, make
-from test_trl import EVALUATED, FUSED, MEANS, assert_same, reward, rows, taught
+from test_trl import FUSED, MEANS, assert_same, reward, taught
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
@@ -28,7 +28,6 @@ FORWARD = [3, 1, 3]  # q, k, v; o; gate, up, down
 # bitsandbytes' kernel for CPUs is wrong where a block of 64 values goes on in the next row
 SIZES = dict(vocab_size=64, num_hidden_layers=1, hidden_size=64, intermediate_size=64)
 ENGINE = {"projections": True, "swiglu": True, "rope": False, "rms_norm": False}  # what else is ours: test_trl.py
-STOCK = {**dict.fromkeys(ENGINE, False), "rms_norm": True}
 
 
 @pytest.fixture(autouse=True)
@@ -49,22 +48,16 @@ def lora(**more: Any) -> Any:
 
 def trained(
     folder: Path, trainer: str, kind: str, ours: bool, model: nn.Module | None = None, config: Any = None,
-    flags: Any = None, **options: Any,
+    **options: Any,
 ):  # fmt: skip
     """As ``taught``, and the gradients of all steps."""
     seen, extra = Gradients(), options.pop("trainer_kwargs", {})
     handed = lambda: {"callbacks": [seen], **extra, **({} if config is None else {"peft_config": config})}
     if ours:
-        options["liger_kernel_config"] = dict(flags or ENGINE)
+        options["liger_kernel_config"] = ENGINE
     model = make("llama", **SIZES) if model is None else model
     forget_training()
     return taught(folder, trainer, kind, ours, model, handed, **options), seen.found
-
-
-def assert_learns_the_same(ours: tuple, stock: tuple, differ: tuple[str, ...] = ()) -> None:
-    assert_same(ours[0], stock[0], differ, listed=False)
-    assert len(stock[1]) >= 2 * 2 * len(EVERY)
-    assert_same_learning(ours[1], stock[1], 5e-5)
 
 
 def compared(
@@ -75,7 +68,10 @@ def compared(
     ours = trained(folder / "ours", trainer, kind, True, model(), **options)
     forwards = len(ran) // len(FORWARD)
     assert ran == FORWARD * forwards
-    assert_learns_the_same(ours, trained(folder / "stock", trainer, kind, False, model(), **options), differ)
+    stock = trained(folder / "stock", trainer, kind, False, model(), **options)
+    assert_same(ours[0], stock[0], differ, listed=False)
+    assert len(stock[1]) >= 2 * 2 * len(EVERY)
+    assert_same_learning(ours[1], stock[1], 5e-5)
     assert len(ran) == len(FORWARD) * forwards
     return forwards
 
@@ -83,34 +79,6 @@ def compared(
 def adapted() -> nn.Module:
     torch.manual_seed(0)
     return peft.get_peft_model(make("llama", **SIZES), lora())
-
-
-# -- supervised ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "config", "forwards"),
-    [
-        ({}, {}, 4),
-        ({"flags": STOCK}, {}, 0),
-        # without padding: rows follow one another
-        ({"packing": True, "max_length": 32, "gradient_accumulation_steps": 1}, {}, 2),
-        ({"gradient_checkpointing": True}, {"lora_dropout": 0.5}, 8),
-        (EVALUATED | {"trainer_kwargs": {"eval_dataset": rows("text")}}, {"use_dora": True}, 6),
-    ],
-    ids=["plain", "no projections", "packed", "checkpoints, dropout", "evaluated, dora"],
-)
-def test_sft(tmp_path, ran, options, config, forwards):
-    assert compared(tmp_path, ran, "SFTTrainer", "text", config=lora(**config), **options) == forwards
-
-
-def test_sft_under_autocast(tmp_path, ran):
-    ours, stock, truth = (
-        trained(tmp_path / f"{use}{bf16}", "SFTTrainer", "text", use, config=lora(), bf16=bf16)[1]
-        for use, bf16 in ((True, True), (False, True), (False, False))
-    )
-    assert ran == FORWARD * 4
-    assert_rounds_as(ours, stock, truth)
 
 
 # -- QLoRA ---------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import math
 import os
 import random
 import resource
-import select
 import shutil
 import signal
 import sys
@@ -398,6 +397,7 @@ def child(readers: Readers, name: str, cases: range, seed: int, work: Path, said
     watched(place)
     for case in cases:
         os.write(said, f"{case}\n".encode())
+        signal.alarm(WHOLE if name == "whole" else SECONDS)  # ends this process
         rng = random.Random(f"{seed} {name} {case}")
         here = work / "case"
         shutil.rmtree(here, ignore_errors=True)
@@ -432,38 +432,30 @@ def batch(
     """(case, what was wrong) of some cases. A process that hangs or dies is started again behind
     the case."""
     wrong: list[tuple[int, str]] = []
+    path = work.with_name("said")
     while cases:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        ear, mouth = os.pipe()
+        said = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         pid = os.fork()
         if not pid:
             try:
-                os.close(ear)
                 os.setpgid(0, 0)
                 os.chdir(work)
-                child(readers, name, cases, seed, work, mouth, show)
+                child(readers, name, cases, seed, work, said, show)
             finally:
                 os._exit(0)
-        os.close(mouth)
-        text, case, last = b"", cases.start, time.monotonic()
-        wait = WHOLE if name == "whole" else SECONDS
-        while select.select([ear], [], [], max(0.0, last + wait - time.monotonic()))[0]:
-            more = os.read(ear, 1 << 16)
-            if not more:
-                break
-            text, last = text + more, time.monotonic()
-        ended = text.endswith(b"end\n")
-        for line in text.decode().splitlines():
-            if line.startswith("! "):
-                wrong.append((case, line[2:]))
-            elif line != "end":
-                case = int(line)
+        os.close(said)
+        status, case = os.waitpid(pid, 0)[1], cases.start
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
-        os.close(ear)
-        if not ended:
+        lines = path.read_text().splitlines()
+        for line in lines:
+            if line.startswith("! "):
+                wrong.append((case, line[2:]))
+            elif line.isdigit():
+                case = int(line)
+        if lines[-1:] != ["end"]:
             wrong.append((case, f"hangs, or its process ended with status {status}"))
         cases = range(case + 1, cases.stop)
     return wrong

@@ -539,13 +539,10 @@ def test_kept_attention_under_compile(compiled):
 
 transformers = pytest.importorskip("transformers")
 
-from hf_models import assert_same_bits, make, served_by_kernels_or_references, step
+from hf_models import assert_same_bits, checkpointed, make, served_by_kernels_or_references, step
 
 import liger_kernel.transformers as ours
 from liger_kernel.transformers import restore
-
-# plain; norms of heads; four norms; packed gate and up; experts
-FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "mixtral"]
 
 
 @pytest.fixture(autouse=True)
@@ -561,30 +558,8 @@ def patched(model: nn.Module, level: bool | str, **flags: bool) -> nn.Module:
     return model
 
 
-def assert_levels_learn_the_same(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of all levels, which have the same bits."""
-    _, expected = step(patched(model, False))
-    for level in (True, "mlp"):
-        assert_same_bits(step(patched(model, level))[1], expected)
-    return expected
-
-
 def layers_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
-
-
-@pytest.mark.parametrize("level", [True, "mlp"])
-@pytest.mark.parametrize("family", [*FAMILIES, "nemotron", "cohere"])
-def test_gradients_are_equal(family, level, monkeypatch):
-    model = make(family)
-    if family == "nemotron":  # an activation of one projection
-        model.config.hidden_act = "relu2"
-    computed = calls_of(monkeypatch, memory._Recipe, "_compute")
-    _, expected = step(patched(model, False))
-    assert not computed
-    _, learned = step(patched(model, level))
-    assert computed
-    assert_same_bits(learned, expected)
 
 
 class FlashAttnFunc(torch.autograd.Function):
@@ -667,10 +642,6 @@ class RoundedLinear(nn.Linear):
         return Rounded.apply(x, self.weight)
 
 
-def checkpointed(model: nn.Module, reentrant: bool) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-
-
 def quantised(model: nn.Module) -> None:
     for layer in layers_of(model):
         for child in (*layer.self_attn.children(), *layer.mlp.children()):
@@ -685,19 +656,31 @@ def with_adapters(model: nn.Module) -> None:
     peft.get_peft_model(model, peft.LoraConfig(r=4, **how)).train()
 
 
-CHECKPOINTS = [functools.partial(checkpointed, reentrant=reentrant) for reentrant in (False, True)]
+# plain; norms of heads; four norms; packed gate and up; experts; an activation of one projection
+FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "mixtral", "nemotron", "cohere"]
+OF_OTHERS = {
+    "checkpointed": checkpointed,
+    "reentrant": functools.partial(checkpointed, reentrant=True),
+    "quantised": quantised,  # a Linear that saves its input in a Function of its own
+    "adapters": with_adapters,
+    "autocast": lambda model: None,
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [*CHECKPOINTS, quantised, with_adapters, None],
-    ids=["checkpointed", "reentrant", "quantised", "adapters", "autocast"],
-)
-def test_models_of_others(change):
-    """A Linear that saves its input in a Function of its own, dropout, checkpoints, autocast."""
-    model = make("llama")
+@pytest.mark.parametrize("family, change", [*((family, "") for family in FAMILIES), *(("llama", c) for c in OF_OTHERS)])
+def test_gradients_are_equal(family, change, monkeypatch):
+    """At all levels, with the same bits."""
+    model = make(family)
+    if family == "nemotron":
+        model.config.hidden_act = "relu2"
     if change:
-        change(model)
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=change is None):
-        found = assert_levels_learn_the_same(model)
-    assert any("lora_A" in name for name in found) == (change is with_adapters)
+        OF_OTHERS[change](model)
+    computed = calls_of(monkeypatch, memory._Recipe, "_compute")
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=change == "autocast"):
+        _, expected = step(patched(model, False))
+        assert not computed
+        for level in (True, "mlp"):
+            computed.clear()
+            assert_same_bits(step(patched(model, level))[1], expected)
+            assert computed or change
+    assert any("lora_A" in name for name in expected) == (change == "adapters")

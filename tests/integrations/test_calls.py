@@ -143,56 +143,37 @@ def test_axolotl_0_19_and_lmms_engine_0_1_4_replace_torchs_own(monkeypatch):
 # -- flags by signature --------------------------------------------------------------------
 
 
-def test_signatures_can_be_read():
-    """axolotl and LLaMA-Factory build keywords from them: flags, all of them but ``model``."""
-    for model_type, apply in liger.MODEL_TYPE_TO_APPLY_LIGER_FN.items():
-        parameters = inspect.signature(apply).parameters
-        assert "model" in parameters, model_type
-        for p in parameters.values():
-            flag = isinstance(p.default, bool) if p.name != "model" else p.default is None
-            assert p.kind is p.POSITIONAL_OR_KEYWORD and flag, (model_type, p)
-
-
 EVERY = dict(rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=True)
 OF_LOGITS = dict(fused_linear_cross_entropy=False, cross_entropy=True)
 NORMS_ALONE = dict(rope=None, cross_entropy=None, fused_linear_cross_entropy=None, rms_norm=True, swiglu=None)
 V1 = dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=False)
-# framework, family, flags, and whether it patches the classes, before the model is made
+# framework, family, flags, and what it patches: classes "before" or "after" the model is made, or the "model"
 FLAGS = [
-    ("axolotl 0.19, what the YAML leaves out is None", "llama", dict.fromkeys(NORMS_ALONE), True),
-    ("axolotl 0.19", "qwen3_moe", NORMS_ALONE, True),
-    ("axolotl 0.19", "gemma2", dict(rope=True, geglu=True, rms_norm=None, fused_linear_cross_entropy=True), True),
-    ("LLaMA-Factory 0.9.5, for losses that need logits", "gemma2", OF_LOGITS, True),
-    ("LLaMA-Factory 0.9.5, v1", "qwen3", V1, False),
-    ("RLinf 0.3", "qwen3_moe", EVERY, False),
-    ("NeMo AutoModel 0.7", "mistral", dict(rope=False, cross_entropy=False, fused_linear_cross_entropy=False), False),
+    ("axolotl 0.19, what the YAML leaves out is None", "llama", dict.fromkeys(NORMS_ALONE), "before"),
+    ("axolotl 0.19", "qwen3_moe", NORMS_ALONE, "before"),
+    ("axolotl 0.19", "gemma2", dict(rope=True, geglu=True, rms_norm=None, fused_linear_cross_entropy=True), "before"),
+    ("LLaMA-Factory 0.9.5, for losses that need logits", "gemma2", OF_LOGITS, "before"),
+    ("Oumi 0.9", "llama", {}, "after"),
+    ("LLaMA-Factory 0.9.5, v1", "qwen3", V1, "model"),
+    ("RLinf 0.3", "qwen3_moe", EVERY, "model"),
+    ("NeMo AutoModel 0.7", "mistral", OF_LOGITS | dict(rope=False, cross_entropy=False), "model"),
 ]
 
 
-@pytest.mark.parametrize("framework, model_type, flags, classes", FLAGS)
-def test_flags(framework, model_type, flags, classes):
+@pytest.mark.parametrize("framework, model_type, flags, patched", FLAGS)
+def test_flags(framework, model_type, flags, patched):
     apply, model = getattr(liger, f"apply_liger_kernel_to_{model_type}"), make(model_type)
     assert flags.keys() <= inspect.signature(apply).parameters.keys()
-    if classes:
-        apply(**flags)
+    apply(**flags, **({"model": model} if patched == "model" else {}))
+    if patched == "before":
         model = make(model_type)
         norm = next(m for m in model.modules() if "RMSNorm" in type(m).__name__)
         assert hasattr(type(norm).forward, "_liger") == bool(flags.get("rms_norm", True))
-    else:
-        apply(model=model, **flags)
     out, learned = step(model)
     assert (out.logits is None) == bool(flags.get("fused_linear_cross_entropy", True))
     liger.restore()
     liger.restore(model)
     assert_same_learning(learned, step(make(model_type))[1])
-
-
-def test_oumi_0_9_patches_classes_after_the_model_is_made():
-    model, stock = make("llama"), step(make("llama"))[1]
-    liger._apply_liger_kernel(model.config.model_type)
-    out, learned = step(model)
-    assert out.logits is None
-    assert_same_learning(learned, stock)
 
 
 def test_axolotl_0_19_generic_forward():

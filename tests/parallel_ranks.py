@@ -52,7 +52,7 @@ from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, cal
 from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, projections_report, restore
 from liger_kernel.transformers.head import loss as head_loss
-from liger_kernel.transformers.recognise import experts as experts_module, projections as recognised
+from liger_kernel.transformers.recognise import experts as experts_module, mlps, projections as recognised
 
 memory.SMALL = 0  # tensors of tests are small
 RANKS = int(os.environ.get("LIGER_TEST_RANKS", 2))
@@ -206,7 +206,7 @@ def same(run: nn.Module, truth: dict[str, Tensor] | None = None, head: str = "fu
 
 
 def mesh() -> Any:
-    return init_device_mesh("cuda" if GPUS else "cpu", (RANKS,))
+    return init_device_mesh(hf_models.DEVICE, (RANKS,))
 
 
 # those that are one expression
@@ -638,7 +638,7 @@ def tp_in_fsdp2() -> None:
     """Two dims: classes over ``tp``, and everything over ``dp``."""
     for shape in dict.fromkeys([(RANKS, 1), (1, RANKS), (RANKS // 2, 2)]):
         for own_head in (False, True):
-            dims = init_device_mesh("cuda" if GPUS else "cpu", shape, mesh_dim_names=("dp", "tp"))
+            dims = init_device_mesh(hf_models.DEVICE, shape, mesh_dim_names=("dp", "tp"))
             model = patched()
             parallelize_module(model, dims["tp"], {"lm_head": ColwiseParallel()})
             if own_head:
@@ -903,32 +903,27 @@ def learnt_by_adapters(ours: bool, mode: str, *how: Any) -> dict[str, Tensor]:
     return learn(by_layers(model), fused=False)
 
 
-@check
-def lora_by_the_engine() -> None:
-    """Linear layers of every mode are nodes of the engine, and learn what stock's learn."""
-    from liger_kernel.transformers.recognise import mlps, projections
-
-    how = "llama", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+def by_the_engine(how: tuple, nodes: dict[tuple[Any, str], int], *modes: str) -> None:
+    """What has adapters is nodes of the engine in every mode, so many a layer, and learns what stock's learns."""
     truth = learnt_by_adapters(False, "ddp", *how)
-    with counted(projections, "linears") as linears, counted(mlps, "adapted_mlp") as nodes:
-        for mode in ("ddp", "fsdp1", "fsdp2", "checkpointed"):
-            linears.clear(), nodes.clear()
+    with contextlib.ExitStack() as stack:
+        calls = [stack.enter_context(counted(*function)) for function in nodes]
+        for mode in modes:
+            for found in calls:
+                found.clear()
             assert_same_learning(learnt_by_adapters(True, mode, *how), truth, TOLERANCE)
             layers = 4 if mode == "checkpointed" else 2
-            assert (len(linears), len(nodes)) == (2 * layers, layers), (mode, linears, nodes)
+            assert [len(found) for found in calls] == [layers * n for n in nodes.values()], mode
 
 
-@check
-def lora_on_experts() -> None:
-    """Experts with adapters are nodes in every mode, and learn what stock's learn."""
-
-    how = "qwen3_moe", ("experts.gate_up_proj", "experts.down_proj")
-    truth = learnt_by_adapters(False, "ddp", *how)
-    with counted(experts_module, "adapted_moe") as nodes:
-        for mode in ("ddp", "fsdp2", "checkpointed"):
-            nodes.clear()
-            assert_same_learning(learnt_by_adapters(True, mode, *how), truth, TOLERANCE)
-            assert len(nodes) == (4 if mode == "checkpointed" else 2), (mode, nodes)
+LINEARS = "llama", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EXPERTS = "qwen3_moe", ("experts.gate_up_proj", "experts.down_proj")
+OF_LINEARS = {(recognised, "linears"): 2, (mlps, "adapted_mlp"): 1}
+OF_EXPERTS = {(experts_module, "adapted_moe"): 1}
+CHECKS |= {
+    "lora_by_the_engine": lambda: by_the_engine(LINEARS, OF_LINEARS, "ddp", "fsdp1", "fsdp2", "checkpointed"),
+    "lora_on_experts": lambda: by_the_engine(EXPERTS, OF_EXPERTS, "ddp", "fsdp2", "checkpointed"),
+}
 
 
 @check

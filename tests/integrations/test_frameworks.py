@@ -34,14 +34,8 @@ def assert_learns(model: nn.Module, expected: dict[str, torch.Tensor], fused: bo
 # -- axolotl -------------------------------------------------------------------------------
 
 
-class Config(SimpleNamespace):
-    """axolotl's DictDefault: what is not there is None."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.__dict__.get(name, default)
+def config(**keys: Any) -> Any:
+    return needs("axolotl.utils.dict").DictDefault(keys)
 
 
 KEYS = dict(liger_rope=True, liger_rms_norm=True, liger_glu_activation=True, liger_fused_linear_cross_entropy=True)
@@ -68,14 +62,14 @@ def axolotl_plugin(monkeypatch):
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3", "mixtral"])
 def test_axolotl(axolotl_plugin, model_type, keys):
     expected = step(make(model_type))[1]
-    cfg = Config(model_config_type=model_type, **keys)
+    cfg = config(model_config_type=model_type, **keys)
     axolotl_plugin.register(cfg)
     axolotl_plugin.pre_model_load(cfg)
     assert_learns(make(model_type), expected, "liger_rope" in keys)
 
 
 def test_axolotl_token_scaling(axolotl_plugin):
-    axolotl_plugin.pre_model_load(Config(model_config_type="llama", liger_use_token_scaling=True, **KEYS))
+    axolotl_plugin.pre_model_load(config(model_config_type="llama", liger_use_token_scaling=True, **KEYS))
     model = make("llama").train()
     batch = tokens()
     scaled = model(**batch).loss

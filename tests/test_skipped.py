@@ -16,8 +16,6 @@ FILE = "import pytest\npytest.skip({!r}, allow_module_level=True)\n"
     [
         (ONE, "somebody's package is not here", ["--max-skips=0"], 1),
         (ONE, "somebody's package is not here", ["--max-skips=1"], 0),
-        (ONE, "somebody's package is not here", [], 0),
-        (ONE, "peft is not installed: make setup", ["--max-skips=0"], 1),
         (FILE, "somebody's package is not here", ["--max-skips=0", "-n1"], 1),
         (FILE, "needs two GPUs", ["--max-skips=0", "-n1"], 0),
     ],

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import DEVICE
 
 from liger_kernel.megatron import (
     LigerMegatronCrossEntropy,
@@ -21,7 +22,6 @@ from liger_kernel.megatron import (
 )
 from liger_kernel.testing import assert_as_accurate, like, run
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = SimpleNamespace(normalization="RMSNorm", layernorm_zero_centered_gamma=False, sequence_parallel=False)
 
 

@@ -27,16 +27,8 @@ from liger_kernel.parallel import clip_grad_norm_, layers_of, parallelize, tenso
 
 @pytest.fixture(scope="module")
 def outcome(request, once):
-    names = [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if item.path == request.path and "name" in getattr(item, "callspec", _None).params
-    ]
-    return once("parallel", lambda: parallel_ranks.run(names))
-
-
-class _None:
-    params: dict[str, object] = {}
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == "test_over_ranks"]
+    return once("parallel", lambda: parallel_ranks.run([item.callspec.params["name"] for item in items]))
 
 
 @pytest.mark.skipif(0 < parallel_ranks.GPUS < parallel_ranks.RANKS, reason="needs a GPU for every rank, or none")

@@ -14,6 +14,7 @@ from pathlib import Path
 import published_names
 import pytest
 import torch
+from devices import DEVICE
 
 _names = str.split
 LIST = published_names.LIST
@@ -303,9 +304,6 @@ def test_launchers_without_autograd():
     close(launchers.swiglu_backward_dI(gate, up, agu), grad(want, x, dy)[0])
     assert [launchers.get_bucket_m(M) for M in (0, 255, 256, 4095, 9999)] == [0, 7, 10, 39, 40]
     assert [launchers.get_num_warps(block) for block in (64, 2048, 8192)] == [4, 8, 16]
-
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_simpo_as_a_function_has_no_nll():

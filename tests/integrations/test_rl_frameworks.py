@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hf_models import DEVICE, make, served_by_kernels_or_references
+from hf_models import DEVICE, make
 from torch import Tensor, nn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "rl-frameworks.md").read_text()
@@ -35,7 +35,7 @@ def names_of(*sections: str) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def plain():
     torch.manual_seed(0)
-    with torch.device(DEVICE), served_by_kernels_or_references():
+    with torch.device(DEVICE):
         yield
 
 

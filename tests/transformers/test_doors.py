@@ -27,7 +27,6 @@ from hf_models import (
     step,
     tokens,
 )
-from quick import words
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama
@@ -41,8 +40,6 @@ from liger_kernel.transformers.patching.select import _named_as
 from liger_kernel.transformers.recognise import families, ropes, slots
 from liger_kernel.transformers.recognise.families import infer
 from liger_kernel.transformers.recognise.tiny import tiny_config
-
-LLAMA_FLAGS = dict(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True)
 
 
 @pytest.fixture(autouse=True)
@@ -96,21 +93,6 @@ def test_auto_unknown_type_is_plain_with_one_warning():
         model = liger.AutoLigerKernelForCausalLM.from_config(NobodyConfig(), rope=True, geglu=False)
     assert type(model) is Nobody
     assert len([w for w in seen if "nobody-knows" in str(w.message)]) == 1
-
-
-def test_signatures_are_the_published_ones():
-    gemma = {("geglu" if k == "swiglu" else k): v for k, v in LLAMA_FLAGS.items()}
-    as_llama = words("llama mistral qwen2 qwen3 phi3 olmo2 olmo3 smollm3 mixtral qwen3_moe falcon_h1 exaone4 granite")
-    published = dict.fromkeys(as_llama, LLAMA_FLAGS) | dict.fromkeys(("gemma", "gemma2", "gemma3_text"), gemma)
-    published |= dict.fromkeys(("glm4", "qwen3_next", "deepseek_v3"), LLAMA_FLAGS | {"rope": False})
-    for model_type, flags in published.items():
-        fn = getattr(liger, f"apply_liger_kernel_to_{model_type}")
-        assert fn is liger.MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
-        defaults = [(k, p.default) for k, p in inspect.signature(fn).parameters.items()]
-        assert defaults == [*flags.items(), ("model", None)]
-    assert type(liger.MODEL_TYPE_TO_APPLY_LIGER_FN) is dict
-    assert liger.MODEL_TYPE_TO_APPLY_LIGER_FN.keys() == families.FAMILIES.keys()
-    assert "apply_liger_kernel_to_llama" in dir(liger)
 
 
 def test_what_cannot_be_done_is_said():
@@ -513,14 +495,6 @@ def test_accelerate_hooks():
             liger.restore(offloaded)
             assert_untouched(before)
         assert offloaded(**batch, use_cache=False).logits is not None or first
-
-
-def test_data_parallel_style_wrappers_find_the_columns():
-    """What Trainer reads to decide which columns of a dataset to keep."""
-    model = make("llama", num_hidden_layers=1)
-    stock = set(inspect.signature(model.forward).parameters)
-    liger._apply_liger_kernel_to_instance(model=model)
-    assert set(inspect.signature(model.forward).parameters) == stock | {"skip_logits"}
 
 
 @pytest.mark.parametrize("script", sorted(p.name for p in Path(__file__).parents[2].joinpath("examples").glob("*.py")))

@@ -1,7 +1,6 @@
 """Patched models of many families learn what stock models learn."""
 
 import copy
-import importlib
 import inspect
 import runpy
 import types
@@ -36,9 +35,8 @@ from liger_kernel.ops._core import operator as _op
 from liger_kernel.patch_options import HEADS
 from liger_kernel.testing import assert_as_accurate
 from liger_kernel.transformers import class_patches, instance_patches, restore, table
-from liger_kernel.transformers.patching import patches as patching
+from liger_kernel.transformers.patching import flags, patches as patching
 from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN
-from liger_kernel.transformers.patching.flags import flags_of
 from liger_kernel.transformers.patching.patches import _STOCK, is_ours
 from liger_kernel.transformers.recognise import activations, families, slots
 from liger_kernel.transformers.recognise.compare import recognise, references
@@ -202,108 +200,74 @@ def test_rounding_is_recognised_not_assumed():
         assert infer("gemma4_text").swapped["apply_rotary_pos_emb"] == "rope(alone, none, halves, twice)"
 
 
-def slot_of(label: str) -> slots.Slot:
-    return next(s for s in slots.SLOTS if slots.VARIANTS[label] in s.variants)
-
-
-def _expert_variations():
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
-    class LimitAfter(DeepseekV4Experts):
-        def forward(self, x, index, weights):
-            return DeepseekV4Experts.forward(self, x, index, weights)
-
-        def _apply_gate(self, gate_up):
-            gate, up = gate_up.chunk(2, -1)
-            return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
-
-    class NotWeighted(MixtralExperts):
-        def forward(self, x, index, weights):
-            return MixtralExperts.forward(self, x, index, torch.ones_like(weights))
-
-    return [(slot_of("moe(act_fn)"), LimitAfter), (slot_of("moe(act_fn)"), NotWeighted)]
-
-
-def _variations():
-    """Look-alikes of norms, MLPs, experts and rope functions that differ in one respect."""
+def look_alikes() -> dict[str, list]:
+    """Label of a variant -> candidates that differ from what it computes in one respect: functions, or
+    forwards of a class."""
     from transformers.activations import ACT2FN
     from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+    from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as pairs
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-    class Eps(LlamaRMSNorm):
-        def forward(self, x):
-            return self.weight * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-    class Bias(LlamaRMSNorm):
-        def forward(self, x):
-            return LlamaRMSNorm.forward(self, x) + self.bias
-
-    class TwoInputs(LlamaRMSNorm):
-        def forward(self, x, gate=None):
-            return LlamaRMSNorm.forward(self, x)
-
-    class Detached(LlamaRMSNorm):
-        def forward(self, x):
-            rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.variance_epsilon).detach()
-            return self.weight * (x.float() * rstd).to(x.dtype)
-
-    class Clamped(LlamaMLP):
-        def forward(self, x):
-            return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=1.0)) * self.up_proj(x))
-
-    class AlwaysTanh(LlamaMLP):
-        def forward(self, x):
-            return self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))
-
-    class Scaled(LlamaMLP):
-        def forward(self, x):
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self.multiplier
+    norm, rstd = LlamaRMSNorm.forward, lambda x, eps: torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    normed = lambda self, x: x.float() * rstd(x, self.variance_epsilon)
+    centred = lambda self, x: (
+        (x - x.mean(-1, keepdim=True))
+        * torch.rsqrt(x.float().var(-1, keepdim=True) + self.variance_epsilon).to(x.dtype)
+    )
+    unweighted = lambda self, x, index, weights: MixtralExperts.forward(self, x, index, torch.ones_like(weights))
 
     def other_way(q, k, cos, sin, unsqueeze_dim=1):
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return q * cos - rotate_half(q) * sin, k * cos - rotate_half(k) * sin
 
-    class Rounded(CohereLayerNorm):
-        def forward(self, x):
-            y = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(
-                x.float().var(-1, keepdim=True) + self.variance_epsilon
-            ).to(x.dtype)
-            return self.weight * y
+    def of_class(cls: type, *forwards: Any, **more: Any) -> list[type]:
+        return [type("Other", (cls,), {"forward": forward, **more}) for forward in forwards]
 
-    class SigmoidGate(Qwen3NextRMSNormGated):
-        def forward(self, x, gate):
-            return LlamaRMSNorm.forward(self, x) * torch.sigmoid(gate)
-
-    class RoundedGate(Qwen3NextRMSNormGated):
-        """Kimi-Linear's but for the gate, which it activates in fp32."""
-
-        def forward(self, x, gate):
-            h = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.variance_epsilon)
-            return (self.weight.float() * h * ACT2FN[self.activation](gate).float()).to(x.dtype)
-
-    def vision_other_way(q, k, cos, sin):
-        return other_way(q, k, cos, sin, -2)
-
-    def alone_other_way(x, cos, sin, unsqueeze_dim=1):
-        return other_way(x, x, cos, sin, unsqueeze_dim)[0]
-
-    def turned_twice(tensor, sin, cos):
-        stock = importlib.import_module("transformers.models.gptj.modeling_gptj").apply_rotary_pos_emb
-        return stock(stock(tensor, sin, cos), sin, cos)
-
-    changed = {
-        "rms_norm(0, llama, eps)": [Eps, Bias, TwoInputs, Detached],
-        "glu(gate_proj, up_proj, down_proj, act_fn)": [Clamped, AlwaysTanh, Scaled],
+    found = {
+        "rms_norm(0, llama, eps)": of_class(
+            LlamaRMSNorm,
+            lambda self, x: self.weight * (x.float() * rstd(x, 1e-6)).to(x.dtype),
+            lambda self, x: norm(self, x) + self.bias,
+            lambda self, x, gate=None: norm(self, x),
+            lambda self, x: self.weight * (x.float() * rstd(x, self.variance_epsilon).detach()).to(x.dtype),
+        ),
+        "glu(gate_proj, up_proj, down_proj, act_fn)": of_class(
+            LlamaMLP,
+            lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=1.0)) * self.up_proj(x)),
+            lambda self, x: self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x)),
+            lambda self, x: self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self.multiplier,
+        ),
+        "layer_norm(torch, eps)": of_class(CohereLayerNorm, lambda self, x: self.weight * centred(self, x)),
+        "gated_rms_norm(norm first, eps)": of_class(
+            Qwen3NextRMSNormGated,
+            lambda self, x, gate: norm(self, x) * torch.sigmoid(gate),
+            # Kimi-Linear's but for the gate, which it activates in fp32
+            lambda self, x, gate: (self.weight.float() * normed(self, x) * ACT2FN[self.activation](gate).float()).to(
+                x.dtype
+            ),
+        ),
+        "moe(act_fn)": of_class(MixtralExperts, unweighted),
         "rope(none, halves, twice)": [other_way],
-        "rope(none, flat)": [vision_other_way],
-        "rope(alone, none, halves, once)": [alone_other_way],
-        "rope(alone, sin first, none, halves, once)": [turned_twice],
-        "layer_norm(torch, eps)": [Rounded],
-        "gated_rms_norm(norm first, eps)": [SigmoidGate, RoundedGate],
+        "rope(none, flat)": [lambda q, k, cos, sin: other_way(q, k, cos, sin, -2)],
+        "rope(alone, none, halves, once)": [
+            lambda x, cos, sin, unsqueeze_dim=1: other_way(x, x, cos, sin, unsqueeze_dim)[0]
+        ],
+        "rope(alone, sin first, none, halves, once)": [
+            lambda tensor, sin, cos: pairs(pairs(tensor, sin, cos), sin, cos)
+        ],
     }
-    return [(slot_of(label), candidate) for label, candidates in changed.items() for candidate in candidates]
+    if "deepseek_v4" in transformers.CONFIG_MAPPING:
+        from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts as Experts
+
+        def limited_after(self, gate_up):
+            gate, up = gate_up.chunk(2, -1)
+            return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+        stock = lambda self, x, index, weights: Experts.forward(self, x, index, weights)
+        found["moe(act_fn)"] += of_class(Experts, stock, _apply_gate=limited_after)
+    return found
 
 
 def test_tables_of_configurations_that_do_not_name_a_scaling():
@@ -326,12 +290,13 @@ def test_tables_of_configurations_that_do_not_name_a_scaling():
 
 
 def test_look_alikes_are_left_alone():
-    variations = _variations() + (_expert_variations() if "deepseek_v4" in transformers.CONFIG_MAPPING else [])
     with references():
-        for slot, candidate in variations:
-            stock = candidate.__dict__["forward"] if isinstance(candidate, type) else candidate
-            variant, reason = recognise(slot, candidate, stock, {"twice"})
-            assert variant is None and reason, candidate
+        for label, candidates in look_alikes().items():
+            slot = next(slot for slot in slots.SLOTS if slots.VARIANTS[label] in slot.variants)
+            for candidate in candidates:
+                stock = candidate.__dict__["forward"] if isinstance(candidate, type) else candidate
+                variant, reason = recognise(slot, candidate, stock, {"twice"})
+                assert variant is None and reason, candidate
 
 
 WITH_EXPERTS = {
@@ -341,7 +306,7 @@ WITH_EXPERTS = {
 
 def test_experts_are_replaced_by_default():
     """In every family in which they can be."""
-    assert WITH_EXPERTS and [t for t, row in WITH_EXPERTS.items() if not flags_of(t)[row.glu]] == []
+    assert WITH_EXPERTS and [t for t, row in WITH_EXPERTS.items() if not flags.flags_of(t)[row.glu]] == []
 
 
 @pytest.mark.parametrize(
@@ -461,13 +426,7 @@ def test_classes_get_the_rope_of_their_parts(family):
         assert_same_learning(step(model, batch)[1], expected, TOLERANCE)
 
 
-PUBLISHED = words("""
-    deepseek_v2 deepseek_v3 deepseek_v4 exaone4 falcon_h1 gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text
-    glm4 glm4v glm4v_moe gpt_oss granite hunyuan_v1_dense hunyuan_v1_moe internvl llama llama4 llama4_text llava
-    ministral mistral mixtral mllama mllama_text_model muse_glimmer nemotron olmo2 olmo3 paligemma phi3 pixtral
-    qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text
-    qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text smollm3 smolvlm
-""")
+PUBLISHED = [*flags._PUBLISHED, *flags._HANDING_ON]
 
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="other versions have other families")
@@ -492,17 +451,17 @@ def test_flags_are_strict():
             apply(rope=False, no_such_flag=True) if "rope" in inspect.signature(apply).parameters else apply(
                 no_such_flag=True
             )
-        flags = [f for f in inspect.signature(apply).parameters if f != "model"]
+        taken = [f for f in inspect.signature(apply).parameters if f != "model"]
         with pytest.raises(TypeError, match="too many positional arguments"):
-            apply(*[False] * len(flags), None, False)
-    assert not _STOCK
+            apply(*[False] * len(taken), None, False)
+    assert not _STOCK and "apply_liger_kernel_to_llama" in dir(transformers_of_ours)
     asked = [("chameleon", flag, f"chameleon: {flag}=True has no effect") for flag in HEADS]  # its head is not fused
     asked += [("gpt2", "rms_norm", "gpt2: rms_norm=True has no effect"), ("olmo", "swiglu", None)]
     asked += [("gpt2", "layer_norm", "patched only in a live model")]
     patching.WARNED.clear()
     for family, flag, said in asked:
         apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
-        rest = dict.fromkeys((f for f in flags_of(family) if f != flag), False)
+        rest = dict.fromkeys((f for f in flags.flags_of(family) if f != flag), False)
         for first in (True, False):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

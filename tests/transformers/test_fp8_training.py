@@ -2,6 +2,7 @@
 ``convert_to_float8_training``."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -31,7 +32,9 @@ from liger_kernel.ops.projections.float8_training import RECIPES
 from liger_kernel.ops.projections.linear import LinearsFunction
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
 from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch, fp8, projections_report, train_in_fp8
-from liger_kernel.transformers.head import loss as head_loss
+from liger_kernel.transformers.head import loss as head_loss, loss_functions
+from liger_kernel.transformers.head.forward import fused
+from liger_kernel.transformers.head.head_weights import FP8
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
@@ -407,44 +410,62 @@ DOORS = {
 }
 
 
+@pytest.fixture
+def heads(monkeypatch):
+    """The recipes with which losses multiplied their heads."""
+    return noted(monkeypatch, head_loss, "linear_cross_entropy", lambda *_, fp8=None, **__: fp8)
+
+
 @pytest.mark.parametrize("door", DOORS)
-def test_doors(door, fast, tmp_path):
-    """lead to the same model, and the same report; with ``restore`` it is stock again."""
+def test_doors(door, fast, heads, tmp_path):
+    """lead to the same model, its copies, and the same report; with ``restore`` it is stock again."""
+    flags = {"fp8": "rowwise", "fp8_filter": ["o_proj"], "fp8_head": True}
     llama().save_pretrained(tmp_path / "saved")
     stock = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", **AS_MADE).to(DEVICE).train()
     weights, expected = {k: v.clone() for k, v in stock.state_dict().items()}, step(copy.deepcopy(stock))[1]
     plain = copy.deepcopy(stock)
-    train_in_fp8(plain, "rowwise", filter=["o_proj"])
+    patch(plain, **flags)
     names = in_fp8(plain)
     assert len(names) == LINEARS - 1
-    patch(plain)
     wanted = step(plain)[1]
-    model = DOORS[door](stock, {"fp8": "rowwise", "fp8_filter": ["o_proj"]}, tmp_path).to(DEVICE).train()
+    model = DOORS[door](stock, flags, tmp_path).to(DEVICE).train()
     assert in_fp8(model) == names and all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
     report = projections_report(model)
-    assert [(layer.name, layer.reason) for layer in report.layers if layer.runs] == [
-        (n, "in FP8, rowwise") for n in names
-    ]
-    assert {layer.name: layer.reason for layer in report.stock} == {
-        "model.layers.0.self_attn.o_proj": "left by the filter of fp8",
-        "lm_head": "a head, a router, or left by its name",
-    }
     if door in ("classes", "auto"):  # their classes are stock again, as they would not be for a user
         patch(model)
-    assert_bits(step(model)[1], wanted)
+        report = projections_report(model)
+    of_head = ("lm_head", "the head, in FP8 as part of the loss")
+    assert [(layer.name, layer.reason) for layer in report.layers if layer.runs] == [
+        *((n, "in FP8, rowwise") for n in names),
+        of_head,
+    ]
+    left = [("model.layers.0.self_attn.o_proj", "left by the filter of fp8")]
+    assert [(layer.name, layer.reason) for layer in report.stock] == left
     patch(model)  # as a Trainer does it a second time
     assert in_fp8(model) == names
+    heads.clear()
+    for each in (model, copy.deepcopy(model)):
+        assert_bits(step(each)[1], wanted)
+    assert heads == ["rowwise"] * 2
     liger.restore(model)
     assert not in_fp8(model)
     assert_bits(step(model)[1], expected)
 
 
-def test_the_last_call_decides(fast):
+def test_the_last_call_decides(fast, heads):
     model = patched("tensorwise")
     patch(model, fp8="rowwise", fp8_filter=["mlp"])
     assert [model.get_submodule(name).recipe for name in in_fp8(model)] == ["rowwise"] * 4
     patch(model, fp8=False)
     assert len(in_fp8(model)) == 4, "only restore undoes a patch"
+    heads.clear()
+    for flags in (dict(fp8="rowwise", fp8_head=True), dict(fp8="rowwise"), dict(fp8="tensorwise", fp8_head=True)):
+        patch(model, **flags)
+        step(model)
+    liger.restore(model)
+    patch(model)
+    step(model)
+    assert heads == ["rowwise", None, "tensorwise", None]
 
 
 def test_classes(fast):
@@ -613,34 +634,31 @@ def test_adapters(by, request):
     assert before is after is None  # both were trained
 
 
-@pytest.fixture
-def heads(monkeypatch):
-    """The recipes with which losses multiplied their heads."""
-    return noted(monkeypatch, head_loss, "linear_cross_entropy", lambda *_, fp8=None, **__: fp8)
+def with_head(model: nn.Module, recipe: str | None) -> nn.Module:
+    model.forward = types.MethodType(fused(type(model).forward), model)
+    if recipe is not None:
+        model.__dict__[FP8] = recipe
+    return model.train()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_the_head(door, fast, heads, tmp_path):
-    """Its recipe reaches the loss of a model, and of its copies, until ``restore``."""
-    llama().save_pretrained(tmp_path / "saved")
-    model = DOORS[door](llama(), {"fp8": "rowwise", "fp8_head": True}, tmp_path).to(DEVICE).train()
-    patch(model)  # the class door's classes are stock again; a call without fp8 changes nothing
-    heads.clear()
-    for each in (model, copy.deepcopy(model)):
-        step(each)
-    assert heads == ["rowwise"] * 2
-    assert str(projections_report(model).layers[-1]) == "lm_head: runs (the head, in FP8 as part of the loss)"
-    patch(model, fp8="rowwise")
-    step(model)
-    patch(model, fp8="tensorwise", fp8_head=True)
-    step(model)
-    liger.restore(model)
-    patch(model)
-    step(model)
-    assert heads[2:] == [None, "tensorwise", None]
+OF_CALLS = {}, dict(num_items_in_batch=torch.tensor(18)), dict(return_token_accuracy=True, label_smoothing=0.1)
 
 
-def test_heads_that_stay_in_16_bits(fast, heads):
+@pytest.mark.parametrize("options", OF_CALLS, ids=str)
+# gemma2: tied embeddings, soft-capped logits
+@pytest.mark.parametrize("family, recipe", [("llama", "tensorwise"), ("gemma2", "rowwise")])
+def test_a_head_alone_learns_almost_the_same(family, recipe, options, fast, heads):
+    exact_out, exact = step(with_head(make(family, torch.bfloat16), None), **options)
+    ours_out, ours = step(with_head(make(family, torch.bfloat16), recipe), **options)
+    assert heads == [None, recipe] and ours.keys() == exact.keys() and ours_out.logits is None
+    assert 0 < (ours["loss"] - exact["loss"]).abs() < 5e-3 * exact["loss"]
+    for name, g in exact.items():
+        assert (ours[name].float() - g.float()).norm() < 0.1 * g.float().norm() + 1e-4, name
+    if "return_token_accuracy" in options:
+        assert (ours_out.token_accuracy - exact_out.token_accuracy).abs() <= 1 / 18
+
+
+def test_heads_that_stay_in_16_bits(fast, heads, monkeypatch):
     """say why."""
     in_rowwise = dict(fp8="rowwise", fp8_head=True)
     model = adapted(llama())
@@ -658,6 +676,13 @@ def test_heads_that_stay_in_16_bits(fast, heads):
         with pytest.warns(UserWarning, match=f"{stays}other code reads its logits or sees its calls"):
             step(model, **more)
         model.lm_head.register_forward_hook(lambda m, args, out: out.clone())
+    model, ours = patched(in_rowwise), loss_functions.LigerForCausalLMLoss
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    with pytest.warns(UserWarning, match=f"{stays}the loss is not one cross entropy of its logits"):
+        step(model)
+    monkeypatch.setattr(loss_functions, "LigerForCausalLMLoss", lambda *args, **kw: ours(*args, **kw))
+    with pytest.warns(UserWarning, match=f"{stays}other code has replaced its loss"):
+        step(patched(in_rowwise))
     assert heads == ["rowwise"] + [None] * (len(heads) - 1)
     for other, said in (
         (transformers.LlamaModel(llama().config), "LlamaModel has no output head"),

@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 from hf_models import DEVICE, served_by_kernels_or_references
+from quick import words
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -94,18 +95,9 @@ def rescaling(function: Callable) -> Callable:
     return lambda *args, **kwargs: scaled(function(*args, **kwargs))
 
 
-def resize(run: Run, r: random.Random) -> None:
-    run.base.resize_token_embeddings(r.choice((53, 61, 64, 80)), mean_resizing=False)
-
-
-def tie(run: Run, r: random.Random) -> None:
-    run.base.config.tie_word_embeddings = True
-    run.base.lm_head.weight = run.base.model.embed_tokens.weight
-
-
-def untie(run: Run, r: random.Random) -> None:
-    run.base.config.tie_word_embeddings = False
-    run.base.lm_head.weight = nn.Parameter(run.base.lm_head.weight.detach().clone())
+def give_head(run: Run, weight: nn.Parameter) -> None:
+    run.base.config.tie_word_embeddings = weight is run.base.model.embed_tokens.weight
+    run.base.lm_head.weight = weight
 
 
 def new_head(run: Run, r: random.Random) -> None:
@@ -190,11 +182,6 @@ def hook(run: Run, r: random.Random) -> None:
     run.hooks.append(r.choice(makers)())
 
 
-def unhook(run: Run, r: random.Random) -> None:
-    if run.hooks:
-        run.hooks.pop(r.randrange(len(run.hooks))).remove()
-
-
 def own_forward(run: Run, r: random.Random) -> None:
     module = run.pick(r, *PARTS, "Linear", "SiLUActivation")
     if r.random() < 0.5:
@@ -204,19 +191,11 @@ def own_forward(run: Run, r: random.Random) -> None:
         module.forward = types.MethodType(by_class, module)
 
 
-def dtype(run: Run, r: random.Random) -> None:
-    run.model.to(r.choice((torch.float32, torch.float64, torch.bfloat16)))
-
-
 def checkpointing(run: Run, r: random.Random) -> None:
     if r.random() < 0.3:
         run.base.gradient_checkpointing_disable()
     else:
         run.base.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def load(run: Run, r: random.Random) -> None:
-    run.model.load_state_dict({n: 1.1 * t if t.is_floating_point() else t for n, t in run.model.state_dict().items()})
 
 
 def learn(run: Run, r: random.Random) -> None:
@@ -225,18 +204,6 @@ def learn(run: Run, r: random.Random) -> None:
         for n, p in run.model.named_parameters():
             if n in found:
                 p.sub_(0.1 * found[n])
-
-
-def mode(run: Run, r: random.Random) -> None:
-    run.model.train(r.random() < 0.5)
-
-
-def freeze(run: Run, r: random.Random) -> None:
-    run.pick(r, *ANY).requires_grad_(r.random() < 0.3)
-
-
-def attention(run: Run, r: random.Random) -> None:
-    run.base.set_attn_implementation(r.choice(("eager", "sdpa")))
 
 
 def wrap(run: Run, r: random.Random) -> None:
@@ -259,15 +226,6 @@ def unwrap(run: Run, r: random.Random) -> None:
         run.model.requires_grad_(True)
 
 
-def copied(run: Run, r: random.Random) -> None:
-    run.model = r.choice((copy.copy, copy.deepcopy))(run.model)
-
-
-def travelled(run: Run, r: random.Random) -> None:
-    """Through a pickle; what has lambdas cannot, and stays."""
-    run.model = pickle.loads(pickle.dumps(run.model))
-
-
 def patch(run: Run, r: random.Random) -> None:
     flags = {f: False for f in ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy") if r.random() < 0.15}
     if flags.get("fused_linear_cross_entropy") is False and r.random() < 0.5:
@@ -286,9 +244,27 @@ def restore(run: Run, r: random.Random) -> None:
         liger.restore(*([run.model] if run.kind == "instance" else []))
 
 
-CHANGES = [resize, tie, untie, new_head, new_part, another_class, class_forward, function, hook, hook, hook, unhook]
-CHANGES += [own_forward, dtype, checkpointing, load, learn, mode, freeze, attention, wrap, unwrap]
-CHANGES += [copied, travelled, patch, restore]
+FUNCTIONS = new_head, new_part, another_class, class_forward, function, hook, own_forward, checkpointing, learn, wrap
+CHANGES: dict[str, Callable[[Run, random.Random], Any]] = {
+    "resize": lambda run, r: run.base.resize_token_embeddings(r.choice((53, 61, 64, 80)), mean_resizing=False),
+    "tie": lambda run, r: give_head(run, run.base.model.embed_tokens.weight),
+    "untie": lambda run, r: give_head(run, nn.Parameter(run.base.lm_head.weight.detach().clone())),
+    "unhook": lambda run, r: run.hooks and run.hooks.pop(r.randrange(len(run.hooks))).remove(),
+    "dtype": lambda run, r: run.model.to(r.choice((torch.float32, torch.float64, torch.bfloat16))),
+    "load": lambda run, r: run.model.load_state_dict(
+        {n: 1.1 * t if t.is_floating_point() else t for n, t in run.model.state_dict().items()}
+    ),
+    "mode": lambda run, r: run.model.train(r.random() < 0.5),
+    "freeze": lambda run, r: run.pick(r, *ANY).requires_grad_(r.random() < 0.3),
+    "attention": lambda run, r: run.base.set_attn_implementation(r.choice(("eager", "sdpa"))),
+    "copied": lambda run, r: setattr(run, "model", r.choice((copy.copy, copy.deepcopy))(run.model)),
+    # what has lambdas cannot be pickled, and stays
+    "travelled": lambda run, r: setattr(run, "model", pickle.loads(pickle.dumps(run.model))),
+} | {change.__name__: change for change in (*FUNCTIONS, unwrap, patch, restore)}
+DRAWN = words("""
+    resize tie untie new_head new_part another_class class_forward function hook hook hook unhook own_forward dtype
+    checkpointing load learn mode freeze attention wrap unwrap copied travelled patch restore
+""")
 
 STOCK = [
     (c, "forward", c.forward) for c in vars(modeling_llama).values() if isinstance(c, type) and "forward" in vars(c)
@@ -303,15 +279,15 @@ def as_new() -> None:
         setattr(owner, name, function)
 
 
-def program(seed: int) -> list[tuple[Callable[[Run, random.Random], None], int]]:
+def program(seed: int) -> list[tuple[str, int]]:
     """Changes, each with the seed of its choices; one of them patches."""
     r = random.Random(seed)
-    found = [(r.choice(CHANGES), r.randrange(2**31)) for _ in range(r.randint(1, 7))]
-    found.insert(r.randint(0, len(found) // 2), (patch, r.randrange(2**31)))
+    found = [(r.choice(DRAWN), r.randrange(2**31)) for _ in range(r.randint(1, 7))]
+    found.insert(r.randint(0, len(found) // 2), ("patch", r.randrange(2**31)))
     return found
 
 
-def result(kind: str, seed: int, steps: list[tuple[Callable, int]]) -> tuple[dict[str, torch.Tensor], Any]:
+def result(kind: str, seed: int, steps: list[tuple[str, int]]) -> tuple[dict[str, torch.Tensor], Any]:
     """Learning at the end; for bf16, in fp64, too. ``at`` tells where an exception was raised."""
     with contextlib.ExitStack() as stack:
         stack.callback(as_new)
@@ -319,7 +295,7 @@ def result(kind: str, seed: int, steps: list[tuple[Callable, int]]) -> tuple[dic
         for i, (change, s) in enumerate(steps):
             try:
                 torch.manual_seed(s)
-                change(run, random.Random(s))
+                CHANGES[change](run, random.Random(s))
             except Exception as error:
                 error.at = i  # type: ignore[attr-defined]
                 raise
@@ -331,7 +307,7 @@ def result(kind: str, seed: int, steps: list[tuple[Callable, int]]) -> tuple[dic
         return found, exact
 
 
-def stock_result(seed: int, steps: list[tuple[Callable, int]]) -> tuple[list, dict[str, torch.Tensor] | None, Any]:
+def stock_result(seed: int, steps: list[tuple[str, int]]) -> tuple[list, dict[str, torch.Tensor] | None, Any]:
     """Of the longest part of a program that stock survives; None if not its last step."""
     while True:
         try:
@@ -339,7 +315,7 @@ def stock_result(seed: int, steps: list[tuple[Callable, int]]) -> tuple[list, di
         except Exception as error:
             if not hasattr(error, "at"):
                 return steps, None, None
-            if steps[error.at][0] is patch:
+            if steps[error.at][0] == "patch":
                 raise
             steps = steps[: error.at] + steps[error.at + 1 :]
 
@@ -366,7 +342,7 @@ def difference(
 def failures(seeds: range) -> Iterator[str]:
     for seed in seeds:
         steps, stock, exact = stock_result(seed, program(seed))
-        names = f"seed {seed}: {' '.join(c.__name__ for c, _ in steps)}"
+        names = f"seed {seed}: {' '.join(change for change, _ in steps)}"
         if stock is None or not all(torch.isfinite(g).all() for g in stock.values()):
             continue
         for kind in KINDS:

@@ -4,7 +4,6 @@ switched, at each call, without the sum of weight and adapter."""
 import copy
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -384,18 +383,3 @@ def test_a_single_expert(ran):
     one = dict(num_local_experts=1, num_experts_per_tok=1)
     model = assert_same(adapted(base=make("qwen3_moe", **ONE_LAYER, **one)))
     assert not ran and "a single expert" in reasons(model)[0]
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="its model is on the CPU, where kernels are interpreted only without a GPU"
-)
-def test_the_document_is_right(capsys):
-    """Its example runs, and prints what it says."""
-    text = (Path(__file__).parents[2] / "docs" / "guides" / "moe.md").read_text()
-    model, adapters = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
-    names = {"ids": tokens()["input_ids"]}
-    exec(model, names)
-    capsys.readouterr()
-    exec(adapters, names)
-    (printed,) = re.findall(r"```\n(the engine.*?)```", text, re.DOTALL)
-    assert capsys.readouterr().out == printed

@@ -3,7 +3,6 @@
 import copy
 import logging
 import sys
-import types
 
 import pytest
 import torch
@@ -151,23 +150,6 @@ def test_classes_that_are_patched_are_reported():
         assert liger.patches_report(model).line == "liger_kernel: 5 RMSNorm, 2 MLP, rope, head and loss"
     finally:
         liger.restore()
-
-
-def test_the_head_through_trl_is_in_the_line(monkeypatch):
-    class Stock(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping=None,
-            logit_scale=1.0, outputs=(),
-        ):  # fmt: skip
-            raise NotImplementedError
-
-    utils = types.SimpleNamespace(_ChunkedLogProbFunction=Stock)
-    monkeypatch.setitem(sys.modules, "trl.trainer.utils", utils)
-    model = remote(Norm)
-    assert liger_kernel.apply(model).line == "liger_kernel: 1 RMSNorm, head through TRL"
-    liger.restore(model)
-    assert liger_kernel.apply(model, fused_logprobs=False).line == "liger_kernel: 1 RMSNorm"
 
 
 def test_the_trainers_entry_logs_one_line(caplog):

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama
 
 import liger_kernel.transformers as liger
-from liger_kernel import nn as lnn
+from liger_kernel import nn as lnn, ops
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.patching import patches as patching
 from liger_kernel.transformers.patching.patches import is_patched, original
@@ -285,8 +285,8 @@ def test_modules_need_no_transformers():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-NORMS = dict.fromkeys((lnn.LigerRMSNorm, lnn.LigerRMSNormForOlmo2, lnn.LigerRMSNormForGlm4), (0.0, "llama"))
 of_gemma = lnn.LigerRMSNormForGemma, lnn.LigerRMSNormForGemma2, lnn.LigerRMSNormForGemma3, lnn.LigerRMSNormForQwen3Next
+NORMS = dict.fromkeys((lnn.LigerRMSNorm, lnn.LigerRMSNormForOlmo2, lnn.LigerRMSNormForGlm4), (0.0, "llama"))
 NORMS |= dict.fromkeys(of_gemma, (1.0, "gemma"))
 
 
@@ -294,16 +294,9 @@ NORMS |= dict.fromkeys(of_gemma, (1.0, "gemma"))
 def test_norm_modules(cls):
     norm, (offset, casting) = cls(32, eps=0.1).to(DEVICE), NORMS[cls]
     assert (norm.weight == 1 - offset).all() and [*norm.state_dict()] == ["weight"]
+    norm, x = norm.bfloat16(), torch.randn(3, 5, 32, device=DEVICE).bfloat16()
     nn.init.normal_(norm.weight)
-    x = torch.randn(3, 5, 32, device=DEVICE)
-    rms = (x.square().mean(-1, keepdim=True) + 0.1).sqrt()
-    torch.testing.assert_close(norm(x), x / rms * (norm.weight + offset))
-    h = x.bfloat16().float()
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 0.1)
-    w = norm.weight.detach().bfloat16()
-    expected = w * h.bfloat16() if casting == "llama" else (h * (w.float() + 1)).bfloat16()
-    if DEVICE == "cpu":
-        assert torch.equal(norm.bfloat16()(x.bfloat16()), expected)
+    assert torch.equal(norm(x), ops.rms_norm(x, norm.weight, eps=0.1, offset=offset, casting=casting))
 
 
 def test_norm_options():
@@ -379,78 +372,60 @@ def test_mlp_modules_are_those_of_transformers():
 
 
 OPTIONS = [{}, *(dict(reduction=r) for r in ("sum", "none")), dict(ignore_index=2), dict(label_smoothing=0.1)]
-OPTIONS += [dict(lse_square_scale=0.01, return_z_loss=True), dict(softcap=1.5)]
+OPTIONS += [dict(lse_square_scale=0.01, return_z_loss=True), dict(softcap=1.5), dict(use_token_scaling=True)]
 OPTIONS += [dict(weights=True, label_smoothing=0.1), dict(return_token_accuracy=True, return_predicted_tokens=True)]
 
 
-def truth_of(logits, target, weights=None, lse_square_scale=0.0, softcap=None, **options):
-    options = {k: v for k, v in options.items() if not k.startswith("return_")}
-    z = logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
-    loss = F.cross_entropy(z, target, weights, **options)
-    valid = target != options.get("ignore_index", -100)
-    square = (lse_square_scale * z.logsumexp(-1).square()).where(valid, 0)
-    by_reduction = {"mean": square.sum() / valid.sum(), "sum": square.sum(), "none": square}
-    z_loss = by_reduction[options.get("reduction", "mean")]
-    return loss + z_loss, z_loss, (z.argmax(-1) == target)[valid].float().mean(), z.argmax(-1).where(valid, -1)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("linear", [False, True])
-def test_losses(options, linear):
+def test_losses(options):
+    """Modules and functions hand their options on to the operators."""
     torch.manual_seed(0)
-    options = dict(options)
-    x = torch.randn(9, 8, device=DEVICE)
-    w = torch.randn(13, 8, device=DEVICE, requires_grad=True)
-    b = torch.randn(13, device=DEVICE)
+    x, w, b = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((9, 8), (13, 8), (13,)))
     target = torch.randint(0, 13, (9,), device=DEVICE)
     target[:3] = F.linear(x[:3], w, b).argmax(-1)  # some predictions are right
     target[4] = options.get("ignore_index", -100)
-    weights = options.pop("weights", False) or None
-    if weights:
-        weights = nn.Parameter(torch.rand(13, device=DEVICE), requires_grad=False)
-    loss, z_loss, accuracy, predicted = truth_of(F.linear(x, w, b), target, weights, **options)
+    names = {"lse_square_scale": "z_loss", "use_token_scaling": "token_scaling"}
+    asked = [name for name in options if name.startswith("return_")]
+    given = {name: value for name, value in options.items() if name != "weights"}
+    of_operator = {names.get(name, name): value for name, value in given.items() if name not in asked}
+    weights = nn.Parameter(torch.rand(13, device=DEVICE), requires_grad=False) if "weights" in options else None
+    linear = x, w, target, b, weights
+    wanted = ops.linear_cross_entropy(*linear, **of_operator, stats=bool(asked))
+    found = [
+        lnn.LigerFusedLinearCrossEntropyLoss(weights, **given)(w, x, target, b),
+        functional.liger_fused_linear_cross_entropy(*linear, **given),
+        lnn.LigerFusedLinearCrossEntropyLoss(ce_weight=weights, accum_dtype=torch.float32, **given)(w, x, target, b),
+    ]
+    if "use_token_scaling" not in options:
+        logits = F.linear(x, w, b)
+        found += [
+            lnn.LigerCrossEntropyLoss(weights, **given)(logits, target),
+            functional.liger_cross_entropy(logits, target, weights, **given),
+        ]
+    loss, z_loss, predicted = wanted if asked else (wanted, None, None)
     g = torch.rand_like(loss)
-    truth = torch.autograd.grad(loss, w, g)[0]
-    if linear:
-        of_weights = dict(ce_weight=weights, accum_dtype=torch.float32)
-        found = [
-            lnn.LigerFusedLinearCrossEntropyLoss(weights, **options)(w, x, target, b),
-            functional.liger_fused_linear_cross_entropy(x, w, target, b, weights, **options),
-            lnn.LigerFusedLinearCrossEntropyLoss(**of_weights, **options)(w, x, target, b),
-        ]
-    else:
-        found = [
-            lnn.LigerCrossEntropyLoss(weights, **options)(F.linear(x, w, b), target),
-            functional.liger_cross_entropy(F.linear(x, w, b), target, weights, **options),
-        ]
+    expected = torch.autograd.grad(loss, (x, w, b), g)
     for out in found:
-        asked = [k for k in options if k.startswith("return_")]
         if asked:
             assert isinstance(out, functional.CrossEntropyOutput)
-            for name, value in (("z_loss", z_loss), ("token_accuracy", accuracy), ("predicted_tokens", predicted)):
+            share = (predicted == target)[target != -100].float().mean()
+            for name, value in (("z_loss", z_loss), ("token_accuracy", share), ("predicted_tokens", predicted)):
+                assert (getattr(out, name) is not None) == (f"return_{name}" in asked)
                 if f"return_{name}" in asked:
                     torch.testing.assert_close(getattr(out, name), value)
-                else:
-                    assert getattr(out, name) is None
             out = out.loss
         torch.testing.assert_close(out, loss)
-        torch.testing.assert_close(torch.autograd.grad(out, w, g)[0], truth)
+        torch.testing.assert_close(torch.autograd.grad(out, (x, w, b), g, retain_graph=True), expected)
 
 
-def test_token_scaling_and_positions_of_arguments():
-    torch.manual_seed(0)
-    x, w = torch.randn(9, 8, device=DEVICE), torch.randn(13, 8, device=DEVICE)
-    target = torch.randint(0, 13, (9,), device=DEVICE)
-    logp = F.log_softmax(F.linear(x, w), -1).gather(-1, target[:, None])[:, 0]
-    out = lnn.LigerFusedLinearCrossEntropyLoss(use_token_scaling=True)(w, x, target)
-    torch.testing.assert_close(out, -(logp * logp.exp()).mean())
+def test_the_order_of_arguments_is_pytorchs():
+    x, target = torch.randn(9, 8, device=DEVICE), torch.randint(0, 8, (9,), device=DEVICE)
     ours, stock = functional.liger_cross_entropy, F.cross_entropy
     assert [*inspect.signature(ours).parameters][:8] == [*inspect.signature(stock).parameters]
     for arguments in ((None, None, 2), (None, False), (None, None, -100, False), (None, None, -100, None, "sum", 0.1)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            given = x, target.clamp(max=7), *arguments
-            torch.testing.assert_close(ours(*given), stock(*given))
+            torch.testing.assert_close(ours(x, target, *arguments), stock(x, target, *arguments))
 
 
 def test_rope_and_gated_functions():
@@ -465,10 +440,9 @@ def test_rope_and_gated_functions():
     swapped = liger.liger_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
     torch.testing.assert_close(tuple(t.transpose(1, 2) for t in swapped), expected)
     assert torch.equal(q, kept[0]) and torch.equal(k, kept[1])  # unlike the published function
-    a, b = torch.randn(2, 3, 8, device=DEVICE), torch.randn(2, 3, 8, device=DEVICE)
-    torch.testing.assert_close(functional.liger_swiglu(a, b), F.silu(a) * b)
-    torch.testing.assert_close(functional.liger_geglu(a, b), F.gelu(a, approximate="tanh") * b)
-    w = torch.randn(8, device=DEVICE)
+    a, b, w = torch.randn(2, 3, 8, device=DEVICE), torch.randn(2, 3, 8, device=DEVICE), torch.randn(8, device=DEVICE)
+    assert torch.equal(functional.liger_swiglu(a, b), ops.glu(a, b, act="silu"))
+    assert torch.equal(functional.liger_geglu(a, b), ops.glu(a, b, act="gelu_tanh"))
     torch.testing.assert_close(functional.liger_rms_norm(a, w, 1e-5, 1.0, "gemma"), F.rms_norm(a, (8,), w + 1, 1e-5))
 
 

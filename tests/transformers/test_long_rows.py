@@ -36,7 +36,7 @@ from liger_kernel.memory import offload as offloading
 from liger_kernel.ops.projections import tiled_mlp
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
 from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch, restore
-from liger_kernel.transformers.patching import patches, select
+from liger_kernel.transformers.patching import patches
 from liger_kernel.transformers.patching.report import patches_report
 from liger_kernel.transformers.recognise import mlps
 
@@ -281,7 +281,7 @@ def test_what_cannot_keep_attention(attention, options, said):
     model = make("llama", **(dict(attn_implementation="eager") if attention == "eager" else {}))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     expected = learned(model)
-    select._say.cache_clear()
+    patches.WARNED.clear()
     with pytest.warns(UserWarning, match=f"keep_attention: it steps aside for {said}"):
         ours = learned(model, keep_attention=True)
     assert_same_bits(ours, expected)

@@ -45,19 +45,13 @@ def untrained(model_type, **config):
         return transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**config))
 
 
-@pytest.mark.parametrize("model_type", CARRYING)
+@pytest.mark.parametrize("model_type", [*CARRYING, *further(*CARRYING_TOO)])
 def test_layers_that_carry_a_state(model_type):
-    config, layer = CARRYING[model_type]
-    found = documents.joining(untrained(model_type, **config))
-    assert (found.layer, found.attention) == (layer, False)
-
-
-@pytest.mark.parametrize("model_type", further(*CARRYING_TOO))
-def test_other_layers_that_carry_a_state(model_type):
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"stock of {transformers.__version__}: it lacks {model_type}")
-    found = documents.joining(untrained(model_type))
-    assert CARRYING_TOO[model_type] in found.layer and not found.attention
+    config, layer = CARRYING.get(model_type) or ({}, CARRYING_TOO[model_type])
+    found = documents.joining(untrained(model_type, **config))
+    assert layer in found.layer and not found.attention
 
 
 @pytest.mark.parametrize("model_type", APART)

@@ -557,6 +557,7 @@ CHANGES = {
         m.lora_A["default"], "weight", nn.Parameter(m.lora_A["default"].weight.detach().clone())
     ),
     "dtype of A": lambda m: m.lora_A["default"].double(),
+    "device of A": lambda m: m.lora_A["default"].to("meta"),
     "A": lambda m: m.lora_A.update({"default": nn.Linear(m.in_features, 4, bias=False)}),
     "class of B": lambda m: setattr(m.lora_B["default"], "__class__", Double),
     "dropout": drops(nn.Dropout(0.25)),
@@ -661,28 +662,6 @@ def test_layers_of_which_some_have_adapters_are_kept_together():
     assert projections.kept(_itself, x, layers) is projections.kept(_itself, x, layers)
 
 
-BACK = {
-    "enabled": (lambda m: m.enable_adapters(False), lambda m: m.enable_adapters(True)),
-    "set": (lambda m: m.set_adapter("other"), lambda m: m.set_adapter("default")),
-    "taken out": (lambda m: m.merge(), lambda m: m.unmerge()),
-    "scale": (lambda m: m.scale_layer(0.5), lambda m: m.unscale_layer()),
-    "training": (lambda m: m.eval(), lambda m: m.train()),
-    "dtypes": (lambda m: m.double(), lambda m: m.float()),
-    "device": (lambda m: m.lora_A["default"].to("meta"), lambda m: m.lora_A["default"].to_empty(device="cpu")),
-}
-
-
-@pytest.mark.parametrize("name", BACK)
-def test_a_change_of_a_layer_that_is_taken_back(name):
-    model = adapted(targets=["q_proj"], lora_dropout=0.5)
-    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    m, seen = lora(model, "q_proj"), [None]
-    for change in (lambda m: None, *BACK[name]):
-        change(m)
-        seen.append(answer(found_by_a_node(m)))
-        assert seen[-1] == answer(projections.projection(m, torch.float32)) != seen[-2]
-
-
 def test_who_learns_is_asked_at_each_call(ran):
     model = patch(adapted(targets=["q_proj"]))
     m = lora(model, "q_proj")
@@ -785,16 +764,23 @@ def test_report():
     assert str(projections_report(make("llama"))) == "no linear layer has an adapter, a quantised weight or FP8"
 
 
+def of_lora(tmp_path) -> dict:
+    make("llama").save_pretrained(tmp_path)
+    return {"name": tmp_path}
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="its model is on the CPU, where kernels are interpreted only without a GPU"
 )
-def test_the_document_is_right(tmp_path, capsys):
-    """Its example runs, and prints what it says."""
-    text = (Path(__file__).parents[2] / "docs" / "guides" / "lora.md").read_text()
-    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+@pytest.mark.parametrize("page, given", [("lora", of_lora), ("moe", lambda _: {"ids": tokens()["input_ids"]})])
+def test_the_document_is_right(page, given, tmp_path, capsys):
+    """The example before its report runs, and prints it."""
+    text = (Path(__file__).parents[2] / "docs" / "guides" / f"{page}.md").read_text()
     (printed,) = re.findall(r"```\n(the engine.*?)```", text, re.DOTALL)
-    make("llama").save_pretrained(tmp_path)
-    exec(example, {"name": tmp_path})
+    names = given(tmp_path)
+    for example in re.findall(r"```python\n(.*?)```", text[: text.index(printed)], re.DOTALL):
+        capsys.readouterr()
+        exec(example, names)
     assert capsys.readouterr().out == printed
 
 

@@ -108,15 +108,6 @@ def test_attention_weights_are_stock(seen):
     assert not seen
 
 
-def test_hooks_get_attention_weights(seen):
-    weights = []
-    for model in pair("granite_swa", **ALONE):
-        model.model.layers[1].self_attn.register_forward_hook(lambda module, args, out: weights.append(out[1]))
-        step(model, padded("left"))
-    assert torch.allclose(*weights, rtol=1e-5, atol=1e-6)
-    assert [call["window"] for call in seen] == [4]
-
-
 def test_a_mask_of_somebodys_own_for_eager_attention_is_stock(seen, monkeypatch):
     """It shows everybody the first token."""
     shown = lambda mask: mask.index_fill(3, torch.tensor(0, device=mask.device), 0)
@@ -124,21 +115,6 @@ def test_a_mask_of_somebodys_own_for_eager_attention_is_stock(seen, monkeypatch)
     monkeypatch.setitem(functions, "eager", lambda **given: shown(eager_mask(**given)))
     assert_alike(pair("granite_swa", **ALONE), padded("left"))
     assert not seen
-
-
-def test_a_mask_that_a_hook_writes_to_is_stock(seen):
-    models = pair("granite_swa", **ALONE)
-    hides = lambda module, args, kwargs: kwargs["attention_mask"].__setitem__((..., slice(3)), -1e9)
-    for model in models:
-        model.model.layers[1].register_forward_pre_hook(hides, with_kwargs=True)
-    assert_alike(models, padded("right"))
-    assert [call["window"] for call in seen] == [4]
-
-
-def test_a_window_of_none_is_stock(seen):
-    assert_alike(pair("granite_swa", dict(sliding_window=0), **ALONE), padded("right"))
-    assert [call["window"] for call in seen] == [None]
-    assert [call["window"] for call in seen] == [None]
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -158,14 +134,39 @@ def test_a_padding_mask_that_is_filled_anew(seen, recomputed):
     assert len(seen) == (4 if recomputed else 2)
 
 
-def test_dropout_is_stock(seen):
-    models = pair()
+def drop(model: nn.Module) -> None:
+    for m in model.modules():
+        if hasattr(m, "attention_dropout"):
+            m.attention_dropout = 0.5
+
+
+def hide(model: nn.Module) -> None:
+    hides = lambda module, args, kwargs: kwargs["attention_mask"].__setitem__((..., slice(3)), -1e9)
+    model.model.layers[1].register_forward_pre_hook(hides, with_kwargs=True)
+
+
+def of_every_pair(batch: dict) -> dict:
+    ahead = torch.ones(3, 1, LENGTH, LENGTH, device=batch["labels"].device).triu(3)
+    return batch | {"attention_mask": -1e9 * ahead}
+
+
+# what stock does -> what of a model and its batch asks for it, and the windows of our calls
+LEFT_TO_STOCK = {
+    "dropout": ({}, drop, dict, []),
+    "a mask of the user's for every pair of tokens": ({}, lambda model: None, of_every_pair, []),
+    "a mask that a hook writes to": ({}, hide, dict, [4]),
+    "a window of none": (dict(sliding_window=0), lambda model: None, dict, [None]),
+}
+
+
+@pytest.mark.parametrize("what", LEFT_TO_STOCK)
+def test_what_is_left_to_stock(seen, what):
+    config, change, of_batch, windows = LEFT_TO_STOCK[what]
+    models = pair("granite_swa", config, **ALONE)
     for model in models:
-        for m in model.modules():
-            if hasattr(m, "attention_dropout"):
-                m.attention_dropout = 0.5
-    assert_alike(models)
-    assert not seen
+        change(model)
+    assert_alike(models, of_batch(padded("right")))
+    assert [call["window"] for call in seen] == windows
 
 
 def test_values_of_another_dtype_fail_as_in_stock(seen):
@@ -176,13 +177,13 @@ def test_values_of_another_dtype_fail_as_in_stock(seen):
     assert not seen
 
 
-def test_other_masks_are_stock(seen):
-    """A mask of the user's for every pair of tokens."""
-    batch = tokens(2, LENGTH)
-    ahead = torch.ones(2, 1, LENGTH, LENGTH, device=batch["labels"].device).triu(3)
-    other = next(t for t in FAMILIES if t != "gpt_oss")
-    assert_alike(pair(other), batch | {"attention_mask": -1e9 * ahead})
-    assert not seen
+def test_hooks_get_attention_weights(seen):
+    weights = []
+    for model in pair("granite_swa", **ALONE):
+        model.model.layers[1].self_attn.register_forward_hook(lambda module, args, out: weights.append(out[1]))
+        step(model, padded("left"))
+    assert torch.allclose(*weights, rtol=1e-5, atol=1e-6)
+    assert [call["window"] for call in seen] == [4]
 
 
 @pytest.mark.parametrize("model_type", [FAMILIES[0], *further(*FAMILIES[1:])])

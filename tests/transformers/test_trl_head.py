@@ -16,6 +16,7 @@ import transformers
 from hf_models import make
 from torch import Tensor, nn
 
+import liger_kernel
 import liger_kernel.transformers as liger
 from liger_kernel.transformers import trl_head
 from liger_kernel.transformers.patching.patches import is_patched
@@ -200,10 +201,11 @@ def test_restore_gives_back_the_very_object(trl, model):
     assert not TRL_CALLS and not any("apply" in vars(f) for f, _, _ in stock)
 
 
-def test_the_flag_switches_it_off(trl, model):
-    liger.apply_liger_kernel_to_llama(model=model, fused_logprobs=False)
+def test_the_flag_and_the_line_of_the_report(trl, model):
+    assert liger_kernel.apply(model, fused_logprobs=False).line.endswith("rope, head and loss")
     score(trl, model, hidden(model))
     assert TRL_CALLS == ["log-probabilities"] and "apply" not in vars(trl.logprobs)
+    assert liger_kernel.apply(model).line.endswith("rope, head and loss, head through TRL")
 
 
 def test_other_parameters_run_trls_own(trl, model):

@@ -154,11 +154,7 @@ def shared_prompts(model: nn.Module, answers: int) -> Iterator[None]:
     other numbers of columns, and for a model that takes no tokens with a mask and positions."""
     if answers < 1:
         raise ValueError(f"shared_prompts: answers must be at least 1, got {answers}")
-    bodies = [
-        m
-        for m in model.modules()
-        if unpad.takes_tokens(type(m).forward) and any(isinstance(child, nn.ModuleList) for child in m.children())
-    ]
+    bodies = [m for m in model.modules() if unpad.takes_tokens(type(m).forward) and unpad.calls_layers(m)]
     if not bodies:
         need = "a model whose layers are called by a module that takes input_ids, attention_mask and position_ids"
         raise ValueError(f"shared_prompts: model must be {need}, got {type(model).__name__}")

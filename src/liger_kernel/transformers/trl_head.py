@@ -74,6 +74,11 @@ def _replaced(function: Any) -> bool:
     return isinstance(vars(function).get("apply"), staticmethod)
 
 
+def _replaced_functions() -> list[Any]:
+    found = (trl.find() for trl in _FUNCTIONS)
+    return [function for function in found if function is not None and _replaced(function)]
+
+
 def _parameters(function: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(function.forward).parameters)[1:]
 
@@ -134,9 +139,8 @@ def stop(owner: nn.Module | str | None = None) -> None:
             each.__dict__.pop(_MARK, None)
     if in_use():
         return
-    for function in (trl.find() for trl in _FUNCTIONS):
-        if function is not None and _replaced(function):
-            del function.apply
+    for function in _replaced_functions():
+        del function.apply
 
 
 def in_use() -> bool:
@@ -177,8 +181,7 @@ def is_used(model: nn.Module | None) -> bool:
 
 def uses(model: nn.Module) -> bool:
     """Whether TRL, which must have been imported, trains ``model`` with a head of ours."""
-    found = (trl.find() for trl in _FUNCTIONS)
-    return any(function is not None and _replaced(function) for function in found) and is_used(model)
+    return bool(_replaced_functions()) and is_used(model)
 
 
 def _logprobs(function: Any, parameters: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:

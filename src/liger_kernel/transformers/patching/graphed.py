@@ -19,9 +19,7 @@ from liger_kernel.graphs.micro_steps import Packs, Unfit, recorded
 from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.patching.other_classes import stock_class
 from liger_kernel.transformers.patching.patches import original
-from liger_kernel.transformers.patching.unpad import Row, bodies, given_row, packing_for, unknown_code
-from liger_kernel.transformers.recognise.families import undisturbed
-from liger_kernel.transformers.recognise.tiny import model_of, tiny_of
+from liger_kernel.transformers.patching.unpad import Row, bodies, given_row, packing_for, seen_in_tiny, unknown_code
 
 
 def graphed(forward: Callable, when: bool | str) -> Callable:
@@ -113,23 +111,19 @@ def changed_by_padding(model: Any, packed: bool) -> str:
         return str(joined)
     if why := unknown_code(model):
         return why
-    try:
-        with undisturbed(), torch.no_grad():
-            config, cls = tiny_of(model.config), stock_class(model)
-            if hasattr(config, "output_router_logits"):
-                config.output_router_logits = bool(getattr(model.config, "output_router_logits", False))
-            tiny, forward = model_of(config, "sdpa", cls).eval(), original(cls, "forward")
-            ids = torch.randint(3, 200, (2, 12))
-            longer, labels = F.pad(ids, (0, 5)), F.pad(ids, (0, 5), value=IGNORE)
-            mask = (labels != IGNORE).long()
-            want = forward(tiny, input_ids=ids, labels=ids, use_cache=False).loss
-            positions = torch.arange(17).expand(2, 17)
-            takes = inspect.signature(forward).parameters
-            counted = [{"position_ids": positions}] if "position_ids" in takes else []
-            for more in ({}, {"attention_mask": mask}, *counted):
-                loss = forward(tiny, input_ids=longer, labels=labels, use_cache=False, **more).loss
-                if not documents._near(loss, want):
-                    return "a tiny model of it computes another loss with padding on the right"
-    except Exception as error:
-        return f"a tiny model of it does not run with padding ({type(error).__name__}: {error})"[:300]
-    return ""
+
+    def compare(tiny: Any, forward: Callable) -> str:
+        ids = torch.randint(3, 200, (2, 12))
+        longer, labels = F.pad(ids, (0, 5)), F.pad(ids, (0, 5), value=IGNORE)
+        mask = (labels != IGNORE).long()
+        want = forward(tiny, input_ids=ids, labels=ids, use_cache=False).loss
+        positions = torch.arange(17).expand(2, 17)
+        counted = [{"position_ids": positions}] if "position_ids" in inspect.signature(forward).parameters else []
+        for more in ({}, {"attention_mask": mask}, *counted):
+            loss = forward(tiny, input_ids=longer, labels=labels, use_cache=False, **more).loss
+            if not documents._near(loss, want):
+                return "a tiny model of it computes another loss with padding on the right"
+        return ""
+
+    of_routers = bool(getattr(model.config, "output_router_logits", False))
+    return seen_in_tiny(model, compare, "with padding", output_router_logits=of_routers)

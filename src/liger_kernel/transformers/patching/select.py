@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
 import itertools
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -539,38 +537,31 @@ def _around_layers(forward: Callable, apart: bool, offloads: bool, keeps: bool, 
 
 
 def _keeping_attention(forward: Callable) -> Callable:
+    """Wrap ``forward``: meanwhile the layers' function for checkpointing keeps the outputs of
+    attention. Only their forward asks for it, not the one that the backward runs."""
+
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Without gradients nothing is kept, and a compiled graph cannot exchange attributes of
         # layers.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        with _checkpointed_with_attention(self):
+        layers: list[Any] = [layer for layer in layers_of(self) if layer.gradient_checkpointing and layer.training]
+        functions = [(layer, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
+        functions = [(layer, function) for layer, function in functions if _can_keep(function)]
+        if functions and _runs_eager_attention(self):
+            _say("eager attention, which is no operator of its own")
+        try:
+            # Transformers reads the function at each call, so exchanging the attribute is enough.
+            for layer, function in functions:
+                layer._gradient_checkpointing_func = functools.partial(function, context_fn=memory.keeping_attention)
             return forward(self, *args, **kwargs)
+        # Given back after every forward: the backward's own forward must not ask for it.
+        finally:
+            for layer, function in functions:
+                layer._gradient_checkpointing_func = function
 
     return call
-
-
-@contextlib.contextmanager
-def _checkpointed_with_attention(m: nn.Module) -> Iterator[None]:
-    """Meanwhile the layers' function for checkpointing keeps the outputs of attention. Only
-    their forward asks for it, not the one that the backward runs."""
-    before: list[tuple[Any, Any]] = []
-    layers: list[Any] = layers_of(m)
-    try:
-        for layer in layers:
-            function = getattr(layer, "_gradient_checkpointing_func", None)
-            # Transformers reads the function at each call, so exchanging the attribute is enough.
-            if layer.gradient_checkpointing and layer.training and _can_keep(function):
-                before.append((layer, function))
-                layer._gradient_checkpointing_func = functools.partial(function, context_fn=memory.keeping_attention)
-        if before and _runs_eager_attention(m):
-            _say("eager attention, which is no operator of its own")
-        yield
-    # Given back after every forward: the backward's own forward must not ask for it.
-    finally:
-        for layer, function in before:
-            layer._gradient_checkpointing_func = function
 
 
 def _runs_eager_attention(m: Any) -> bool:
@@ -592,7 +583,6 @@ def _can_keep(function: Any) -> bool:
     return False
 
 
-@functools.cache
 def _say(what: str) -> None:
     text = f"keep_attention: it steps aside for {what}, so attention is computed again in the backward"
-    warnings.warn(f"liger_kernel: {text}", stacklevel=3)
+    warn_once(f"liger_kernel: {text}")

@@ -188,6 +188,10 @@ COUNTS_AT_PADDING = "labels count at padding, or after it: set them to -100"
 _NO_MASK = "it does not make masks of attention_mask by Transformers' functions"
 
 
+def calls_layers(m: nn.Module) -> bool:
+    return any(isinstance(child, nn.ModuleList) for child in m.children())
+
+
 def takes_tokens(forward: Callable) -> bool:
     return {"input_ids", "attention_mask", "position_ids"} <= inspect.signature(forward).parameters.keys()
 
@@ -219,8 +223,8 @@ _given: contextvars.ContextVar[Row | str | None] = contextvars.ContextVar("row",
 
 def bodies(model: nn.Module) -> list[nn.Module]:
     """The modules in ``model`` that leave padding out."""
-    found = (m for m in model.modules() if hasattr(vars(m).get("forward", type(m).forward), _UNPADS))
-    return [m for m in found if any(isinstance(child, nn.ModuleList) for child in m.children())]
+    unpads = lambda m: hasattr(vars(m).get("forward", type(m).forward), _UNPADS)
+    return [m for m in model.modules() if unpads(m) and calls_layers(m)]
 
 
 @contextlib.contextmanager
@@ -406,39 +410,46 @@ def _reason_of(model: Any) -> str:
         forward = c.__module__.startswith("transformers.models.") and core(original(c, "forward", None))
         if forward and re.search(r"\barange\((?!.*inv_freq)", inspect.getsource(forward)):
             return f"{c.__name__} numbers tokens"
-    return _difference(model, cls)
+    return _difference(model)
 
 
-def _difference(model: Any, cls: type) -> str:
+def _difference(model: Any) -> str:
     """Whether hidden states of a tiny model of this configuration change if padding is left
     out."""
+
+    def compare(tiny: Any, forward: Callable) -> str:
+        documents.patch_like(tiny, model)
+        recurrent = gives_bounds(model)
+        forward = bounded(forward) if recurrent else forward
+        place, lengths = torch.arange(12), torch.tensor([[12], [4], [7]])
+        ids = torch.randint(3, 200, (3, 12))
+        # padding on the right, on the left, and within rows
+        inside = [] if recurrent else [(place < lengths - 2) | (place > 9)]
+        for real in (place < lengths, place >= 12 - lengths, *inside):
+            given = dict(input_ids=ids, attention_mask=real.long(), use_cache=False)
+            n, longest, parts, *_ = look(real, None)
+            padded = forward(tiny, **given)
+            got = packed(forward, tiny, given, Packing(real, n, longest, parts < 2, real.device))
+            if got is None:
+                return _NO_MASK
+            if padded.keys() != got.keys():
+                return "its output has more than hidden states"
+            if not documents._near(*(out.last_hidden_state[real] for out in (padded, got))):
+                joined = documents.joining(model)
+                return str(joined or "a tiny model of it computes something else without padding")
+        return ""
+
+    return seen_in_tiny(model, compare, "without padding", **{f"output_{name}": False for name in _OUTPUTS})
+
+
+def seen_in_tiny(model: Any, compare: Callable[[Any, Callable], str], how: str, **options: Any) -> str:
+    """``compare(tiny, forward)`` of a tiny model of the configuration of ``model``, with those of the
+    ``options`` that it has, and its stock forward; or why that does not run."""
     try:
         with undisturbed(), torch.no_grad():
-            config = tiny_of(model.config)
-            for name in _OUTPUTS:
-                if hasattr(config, f"output_{name}"):
-                    setattr(config, f"output_{name}", False)
-            tiny = model_of(config, "sdpa", cls).eval()
-            documents.patch_like(tiny, model)
-            forward, recurrent = original(cls, "forward"), gives_bounds(model)
-            forward = bounded(forward) if recurrent else forward
-            place, lengths = torch.arange(12), torch.tensor([[12], [4], [7]])
-            ids = torch.randint(3, 200, (3, 12))
-            # padding on the right, on the left, and within rows
-            inside = [] if recurrent else [(place < lengths - 2) | (place > 9)]
-            for real in (place < lengths, place >= 12 - lengths, *inside):
-                given = dict(input_ids=ids, attention_mask=real.long(), use_cache=False)
-                n, longest, parts, *_ = look(real, None)
-                padded = forward(tiny, **given)
-                got = packed(forward, tiny, given, Packing(real, n, longest, parts < 2, real.device))
-                if got is None:
-                    return _NO_MASK
-                if padded.keys() != got.keys():
-                    return "its output has more than hidden states"
-                a, b = (out.last_hidden_state[real] for out in (padded, got))
-                if not documents._near(a, b):
-                    joined = documents.joining(model)
-                    return str(joined or "a tiny model of it computes something else without padding")
+            config, cls = tiny_of(model.config), stock_class(model)
+            for name in filter(lambda name: hasattr(config, name), options):
+                setattr(config, name, options[name])
+            return compare(model_of(config, "sdpa", cls).eval(), original(cls, "forward"))
     except Exception as error:
-        return f"a tiny model of it does not run without padding ({type(error).__name__}: {error})"[:300]
-    return ""
+        return f"a tiny model of it does not run {how} ({type(error).__name__}: {error})"[:300]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -71,11 +73,8 @@ def _say_chosen(implementation: str) -> None:
     )
 
 
-class _Eager:
-    """A configuration with which a module of experts runs its own source, not another
-    implementation."""
-
-    _experts_implementation = "eager"
+# A configuration with which a module of experts runs its own source, not another implementation
+_EAGER = types.SimpleNamespace(_experts_implementation="eager")
 
 
 def chosen(experts: Any) -> str | None:
@@ -83,7 +82,7 @@ def chosen(experts: Any) -> str | None:
     nor ours. Look at each call, because it can be set at any time."""
     config = getattr(experts, "config", None)
     implementation = getattr(config, "_experts_implementation", None)
-    return None if implementation in (DEFAULT_EXPERTS, OURS) or isinstance(config, _Eager) else implementation
+    return None if implementation in (DEFAULT_EXPERTS, OURS) or config is _EAGER else implementation
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +241,7 @@ class Experts(Variant):
             weight = lambda *shape: nn.Parameter(torch.randn(shape) / 3)
             sizes = dict(num_experts=E, hidden_dim=H, hidden_size=H)
             sizes |= dict.fromkeys(("intermediate_dim", "intermediate_size", "expert_dim"), n)
-            switches = dict(has_gate=True, has_bias=self.biased, is_transposed=self.transposed, config=_Eager())
+            switches = dict(has_gate=True, has_bias=self.biased, is_transposed=self.transposed, config=_EAGER)
             attributes: dict[str, Any] = sizes | switches | numbers
             attributes["gate_up_proj"] = weight(E, H, 2 * n) if self.transposed else weight(E, 2 * n, H)
             attributes["down_proj"] = weight(E, n, H) if self.transposed else weight(E, H, n)
@@ -255,12 +254,10 @@ class Experts(Variant):
             yield attributes, (torch.randn(5, H), index, torch.rand(5, 2))
 
 
+_EITHER = False, True
 EXPERTS = [
     Experts(transposed, interleaved, biased, form)
-    for form in EXPERT_FORMS
-    for transposed in (False, True)
-    for interleaved in (False, True)
-    for biased in (False, True)
+    for form, transposed, interleaved, biased in itertools.product(EXPERT_FORMS, _EITHER, _EITHER, _EITHER)
 ]
 
 

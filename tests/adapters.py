@@ -39,6 +39,28 @@ def drawn(model: nn.Module) -> nn.Module:
     return model
 
 
+def lora(model: nn.Module, *names: str, **options: Any) -> Any:
+    """PEFT's wrapper around ``model``, with an adapter of each name that does something from the
+    first step on."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    first, *others = names or ("default",)
+    config = peft.LoraConfig(**dict(r=4, target_modules=EVERY, init_lora_weights=False) | options)
+    found = peft.get_peft_model(model, config, adapter_name=first)
+    for name in others:
+        found.add_adapter(name, config)
+    return found
+
+
+def over_storage(model: nn.Module, **options: Any) -> Any:
+    """``lora`` over weights that are no floats, in whose dtype PEFT would draw."""
+    found = drawn(lora(model, **options))
+    for name, p in found.named_parameters():
+        if "lora_A" in name:
+            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(6)).to(p) / 8
+    return found
+
+
 def learnt(model: nn.Module) -> dict[str, Tensor]:
     return step(model, tokens(**BATCH))[1]
 

@@ -11,7 +11,7 @@ peft = pytest.importorskip("peft")
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 
 import transformers
-from adapters import BATCH, EVERY, drawn, learnt, nodes_run, patch
+from adapters import BATCH, EVERY, learnt, nodes_run, over_storage, patch
 from fp8_checkpoints import publish, stays_in_fp8
 from hf_models import DEVICE, assert_same_learning, make, step, tokens
 from watching import noted
@@ -37,21 +37,16 @@ def load(monkeypatch):
     return lambda path: load(path, dtype=torch.float32, device_map=DEVICE)
 
 
-def adapted(model: nn.Module, target_modules=EVERY, **how) -> nn.Module:
-    model = drawn(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=target_modules, **how)))
-    for name, p in model.named_parameters():  # which PEFT draws in the dtype of the base
-        if "lora_A" in name:
-            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(6)).to(p) / 8
-    return model
-
-
 def test_adapters_learn_as_over_the_decoded_weights(tmp_path, load, monkeypatch):
     """All layers adapted, before or after the patch, or some; also without adapters, as DPO's reference."""
     dense = published("llama", tmp_path)
     stored, ran = load(tmp_path), nodes_run(monkeypatch)
     for targets in (EVERY, ["q_proj", "down_proj"]):
-        truth = learnt(adapted(copy.deepcopy(dense), targets))
-        for model in (patch(adapted(copy.deepcopy(stored), targets)), adapted(patch(copy.deepcopy(stored)), targets)):
+        truth = learnt(over_storage(copy.deepcopy(dense), target_modules=targets))
+        for model in (
+            patch(over_storage(copy.deepcopy(stored), target_modules=targets)),
+            over_storage(patch(copy.deepcopy(stored)), target_modules=targets),
+        ):
             ran.clear()
             assert_same_learning(learnt(model), truth, 1e-5)
             assert ran == [3, 1, 3]
@@ -96,8 +91,8 @@ def test_experts(adapters, tmp_path, load, monkeypatch):
     if adapters == "experts":
         how |= dict(target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     ran = noted(monkeypatch, experts, "adapted_moe", lambda *_, **__: "adapted_moe")
-    truth = learnt(adapted(dense, **how))
-    model = patch(adapted(load(tmp_path), **how))
+    truth = learnt(over_storage(dense, **how))
+    model = patch(over_storage(load(tmp_path), **how))
     assert_same_learning(learnt(model), truth, 1e-5)
     monkeypatch.setattr(mxfp4, "PART", 2 * inside_of(model).down_proj[0].numel() * 4)  # two experts at a time
     assert_same_learning(learnt(model), truth, 1e-5)
@@ -155,7 +150,9 @@ def test_products_are_chosen(monkeypatch):
 
 def test_scales_are_read_at_each_call(monkeypatch):
     monkeypatch.setattr(projections, "multiplies", lambda device: True)
-    lora = adapted(nn.Sequential(fp8.FP8Linear(256, 128, block_size=(128, 128))), ["0"]).base_model.model[0]
+    lora = over_storage(
+        nn.Sequential(fp8.FP8Linear(256, 128, block_size=(128, 128))), target_modules=["0"]
+    ).base_model.model[0]
     layer = lora.base_layer
     layer.weight_scale_inv.data.fill_(1)
     x = torch.ones(1, 256, dtype=torch.bfloat16)
@@ -175,7 +172,7 @@ def test_what_stays_stock():
     assert isinstance(projections.projection(layer, torch.bfloat16), projections.Projection)
     layer.register_forward_hook(lambda *_: None)
     assert projections.projection(layer, torch.bfloat16) == "a base in FP8 that is sharded, hooked or made dense"
-    lora = adapted(nn.Sequential(fp8.FP8Linear(32, 32, block_size=(16, 16)))[0:1], ["0"])
+    lora = over_storage(nn.Sequential(fp8.FP8Linear(32, 32, block_size=(16, 16)))[0:1], target_modules=["0"])
     lora.base_model.model[0].lora_variant["default"] = None
     reason = projections.projection(lora.base_model.model[0], torch.bfloat16)
     assert reason == "a magnitude over a base in FP8 blocks, or packed"

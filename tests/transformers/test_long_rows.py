@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import transformers
+from adapters import lora
 from hf_models import (
     DEVICE,
     assert_same_bits,
@@ -84,13 +85,6 @@ def learned(model: nn.Module, batch: dict[str, Tensor] | None = None, **flags) -
     restore(model)
     patch(model, **flags)
     return step(model, batch)[1]
-
-
-def lora(model: nn.Module, **options) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)
-    return peft.get_peft_model(model, config).train().base_model.model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -221,7 +215,7 @@ def test_lora(checkpointing, moved, tiles):
     if checkpointing:
         checkpointed(model)
     model.enable_input_require_grads()
-    inner = lora(model, target_modules="all-linear")
+    inner = lora(model).train().base_model.model
     expected = learned(inner)
     assert_same_bits(learned(inner, activation_offloading=True), expected)
     assert moved and not tiles

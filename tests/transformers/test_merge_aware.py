@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
-from adapters import BATCH, EVERY, drawn, learnt, patch
+from adapters import BATCH, drawn, learnt, lora, patch
 from hf_models import DEVICE, assert_same_learning, make, recognised, tokens
 from packed_checkpoints import compressed
 from test_experts_in_fp8 import experts_of, needs_kernels
@@ -17,11 +17,6 @@ from liger_kernel.transformers import merge_aware, projections_report
 from liger_kernel.transformers.recognise.experts import adapters_of, is_wrapper, stored
 from liger_kernel.transformers.recognise.packed_layers import compressed_weight
 from liger_kernel.transformers.recognise.projections import adapted_layer
-
-
-def adapted(model: nn.Module, **how) -> nn.Module:
-    config = peft.LoraConfig(**dict(r=4, target_modules=EVERY) | how)
-    return drawn(peft.get_peft_model(model, config))
 
 
 def packed(kind: str) -> nn.Module:
@@ -37,7 +32,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["int4", "asymmetric", "nvfp4"])
 def test_the_merged_model_is_the_trained_one(kind):
-    model = adapted(packed(kind))
+    model = drawn(lora(packed(kind)))
     plain = logits(model)
     assert merge_aware(model) is model
     trained, gradients = logits(model), learnt(model)
@@ -61,10 +56,10 @@ def test_what_cannot_be_rounded_is_refused_by_name():
         (dict(target_modules=["embed_tokens"]), "embed_tokens cannot .*, which is no linear layer with LoRA"),
     ):
         with pytest.raises(ValueError, match=f"merge_aware: .*{said}"):
-            merge_aware(adapted(make("llama", torch.float32, num_hidden_layers=1), **how).train())
+            merge_aware(lora(make("llama", torch.float32, num_hidden_layers=1), **how).train())
     with pytest.raises(ValueError, match="merge_aware: model must have adapters of PEFT, got none"):
         merge_aware(make("llama", torch.float32, num_hidden_layers=1))
-    model = merge_aware(adapted(make("llama", torch.float32, num_hidden_layers=1)))
+    model = merge_aware(lora(make("llama", torch.float32, num_hidden_layers=1)))
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     with pytest.raises(ValueError, match="must be called with x alone, got adapter_names"):
         layer(torch.ones(1, 1, layer.in_features, device=DEVICE), adapter_names=["default"])

@@ -8,7 +8,7 @@ from torch import nn
 
 peft = pytest.importorskip("peft")
 
-from adapters import BATCH, EVERY, drawn, learnt, nodes_run, patch
+from adapters import BATCH, drawn, learnt, nodes_run, over_storage, patch
 from hf_models import DEVICE, assert_same_learning, make, tokens
 from packed_checkpoints import by_columns, compressed
 from peft.tuners.lora.awq import AwqLoraLinear
@@ -32,14 +32,6 @@ def pair(kind: str) -> tuple[nn.Module, nn.Module]:
     return model.to(DEVICE), dense.to(DEVICE)
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    model = drawn(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=EVERY)))
-    for name, p in model.named_parameters():
-        if "lora_A" in name:
-            p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(6)).to(p) / 8
-    return model
-
-
 def packed(model: nn.Module) -> int:
     return sum(map(is_compressed, model.modules()))
 
@@ -56,8 +48,8 @@ def packed(model: nn.Module) -> int:
 def test_adapters_learn_as_over_the_decoded_weights(kind, form, monkeypatch):
     model, dense = pair(kind)
     assert len(projections_report(model).stock) == 7
-    model, ran = adapted(patch(model)), nodes_run(monkeypatch)
-    truth = learnt(adapted(copy.deepcopy(dense)))
+    model, ran = over_storage(patch(model)), nodes_run(monkeypatch)
+    truth = learnt(over_storage(copy.deepcopy(dense)))
     assert_same_learning(learnt(model), truth, 1e-5)
     assert ran == [3, 1, 3] and packed(model) == 7
     report = str(projections_report(model))

@@ -6,6 +6,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from adapters import lora
 from hf_models import DEVICE, assert_same_learning, make, stock, tokens
 from quick import words
 from torch import nn
@@ -110,21 +111,14 @@ def test_a_patched_model(first):
     assert model(batch["input_ids"]).logits is not None
 
 
-def lora(model, *targets, **more):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **more)
-    return peft.get_peft_model(model, config)
-
-
 def with_bias(model):
     model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, model.lm_head.out_features, device=DEVICE))
 
 
 AROUND = {
     "a hook": lambda model: model.lm_head.register_forward_hook(lambda head, args, out: out * 1.5) and None,
-    "lora": lambda model: lora(model, "q_proj", "lm_head", lora_dropout=0.5),
-    "lora of the body": lambda model: lora(model, "q_proj"),
+    "lora": lambda model: lora(model, target_modules=["q_proj", "lm_head"], lora_dropout=0.5),
+    "lora of the body": lambda model: lora(model, target_modules=["q_proj"]),
     "a bias": with_bias,
     "checkpointed": lambda model: model.train().gradient_checkpointing_enable(),
 }

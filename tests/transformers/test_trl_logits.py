@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from adapters import lora
 from hf_models import DEVICE, make
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -151,9 +152,7 @@ def test_what_trainers_compute(trl, monkeypatch, model_type):
     """Without logits, the same; also with a softcap, and with adapters of the head."""
     model = make("llama" if model_type == "lora" else model_type, vocab_size=V)
     if model_type == "lora":
-        peft = pytest.importorskip("peft", reason="peft is not installed: make setup")
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-        model = peft.get_peft_model(model, config)
+        model = lora(model, target_modules=["q_proj", "lm_head"])
     run = lambda: [trained(trl, model, lambda z: read(trl, z)) for read in (of_preferences, of_rewards)]  # noqa: B023
     stock = run()
     patched(model)

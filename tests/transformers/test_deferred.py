@@ -150,6 +150,28 @@ def test_a_recipe_is_its_logits(name, computed):
     assert bool(computed) == (name in COMPUTED)
 
 
+ASKED = {
+    "register_hook": lambda logits, loss: logits.register_hook(lambda g: g * 2),
+    "retain_grad": lambda logits, loss: logits.retain_grad(),
+    "grad": lambda logits, loss: torch.autograd.grad(loss, logits, retain_graph=True),
+    "grad, the attribute": lambda logits, loss: logits.grad,
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_gradients_of_logits_are_asked_for_before_their_loss(kind):
+    x, _, _ = recipe()
+    loss = F.cross_entropy(x.view(-1, V), TARGET)
+    said = f"^{kind.split(',')[0]}: a loss of these logits was computed without them, so that they get no gradient: ask"
+    with pytest.raises(RuntimeError, match=said):
+        ASKED[kind](x, loss)
+    x, logits, (hidden, _) = recipe()
+    x.register_hook(lambda g: g * 2)
+    of_logits, twice = torch.autograd.grad(F.cross_entropy(x.view(-1, V), TARGET), (x, hidden))
+    expected = torch.autograd.grad(F.cross_entropy(logits.view(-1, V), TARGET), (logits, hidden))
+    torch.testing.assert_close((of_logits, twice / 2), expected)
+
+
 def test_what_is_known_without_computing(computed):
     x, logits, _ = recipe()
     known = lambda t: (t.shape, t.dtype, t.device, t.ndim, t.dim(), len(t), t.size(0))

@@ -2,7 +2,6 @@
 at which the model called its head."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import os
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from adapters import lora
 from hf_models import DEVICE, assert_same_learning, make, step, tokens
 from quick import further
 from torch import nn
@@ -63,15 +63,6 @@ def loss_of(logits, labels):
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), shifted(labels))
 
 
-def lora(model: nn.Module, *adapters: str, **options) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False, **options)
-    found = peft.get_peft_model(model, config, adapter_name=adapters[0] if adapters else "default")
-    for name in adapters[1:]:
-        found.add_adapter(name, config)
-    return found
-
-
 COUNTS = (0, torch.tensor(0), None)
 
 
@@ -91,7 +82,7 @@ def test_labels_that_count_nothing_change_nothing(kind, count):
     for model in models:
         if kind == "lora":
             torch.manual_seed(0)
-            run = lora(model)
+            run = lora(model, target_modules=["lm_head"])
         elif kind == "compiled":
             torch._dynamo.reset()
             run = torch.compile(model, backend="aot_eager")
@@ -252,7 +243,7 @@ def test_every_call_is_of_its_moment(adapted):
         for model in both(cls=Moments):
             model.program = program
             torch.manual_seed(2)
-            run = lora(model, "one", "two") if adapted else model
+            run = lora(model, "one", "two", target_modules=["lm_head"]) if adapted else model
             if adapted:
                 model.lm_head.base_layer.weight.requires_grad_(True)
             weights = dict(run.named_parameters())
@@ -358,7 +349,7 @@ def test_memory_exchanged_between_call_and_loss(head, name, back):
         torch.manual_seed(1)
         if head == "linear":
             model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, device=DEVICE)
-        run = lora(model, use_dora=head == "dora") if head.endswith("ora") else model
+        run = lora(model, target_modules=["lm_head"], use_dora=head == "dora") if head.endswith("ora") else model
         if ours:
             patched(model)
         loss = run(**tokens())["loss"]
@@ -601,87 +592,6 @@ def test_who_looks_for_the_head_during_a_forward_finds_it():
     step(stock), step(ours)
     assert seen[0] == seen[1]
     assert ours.lm_head.note == 2 and ours.lm_head.visited
-
-
-ASKED = {
-    "hook": lambda logits, loss: logits.register_hook(lambda g: g * 2),
-    "retain": lambda logits, loss: logits.retain_grad(),
-    "grad": lambda logits, loss: torch.autograd.grad(loss, logits, retain_graph=True),
-    "attribute": lambda logits, loss: logits.grad,
-}
-
-
-@pytest.mark.parametrize("kind", ASKED)
-def test_gradients_of_logits(kind):
-    """Before the loss they are what they are; asking after it raises."""
-
-    def after(logits, labels, vocab_size, **_):
-        loss = loss_of(logits, labels)
-        ASKED[kind](logits, loss)
-        return loss
-
-    def before(logits, labels, vocab_size, **_):
-        if kind == "hook":
-            logits.register_hook(lambda g: g * 2)
-            return loss_of(logits, labels)
-        logits.retain_grad()
-        loss = loss_of(logits, labels)
-        g = torch.autograd.grad(loss, logits, retain_graph=True)[0]
-        return loss * (1 + g.norm().detach())
-
-    stock, ours = both()
-    for model in (stock, ours):
-        model.loss_function = before
-    expected = step(stock)[1]
-    if kind == "hook":
-        assert_same_learning(step(ours)[1], expected)
-    ours.loss_function = after
-    name = {"hook": "register_hook", "retain": "retain_grad"}.get(kind, "grad")
-    with pytest.raises(
-        RuntimeError,
-        match=f"^{name}: a loss of these logits was computed without them, so that they get no gradient: ask before",
-    ):
-        step(ours)
-
-
-LOOKS = {
-    "numpy scalar": lambda z: np.float32(2) * z,
-    "float(memory_format=)": lambda z: z.float(memory_format=torch.contiguous_format),
-    "contiguous(memory_format=)": lambda z: z.contiguous(memory_format=torch.contiguous_format),
-    "size(dim=)": lambda z: torch.tensor(z.size(dim=-1)),
-    "reversed": lambda z: next(iter(reversed(z))),
-    "float()": lambda z: torch.tensor(float(z.sum())),
-    "repr": lambda z: torch.tensor(len(repr(z)) > 50),
-    "deepcopy": lambda z: copy.deepcopy(z.detach()),
-    "array": lambda z: torch.from_numpy(np.asarray(z.detach().cpu())),
-    "dlpack": lambda z: torch.from_dlpack(z.detach()),
-    "tree": lambda z: torch.utils._pytree.tree_map(lambda t: t * 2, {"logits": [z]})["logits"][0],
-    "grad_fn": lambda z: torch.tensor(z.grad_fn is not None),
-    "is_leaf": lambda z: torch.tensor(z.is_leaf),
-    "data": lambda z: z.data * 1.0,
-    "T": lambda z: z.mT,
-    "strides": lambda z: torch.tensor(z.stride()),
-    "storage": lambda z: torch.tensor(z.untyped_storage().nbytes()),
-    "type": lambda z: torch.tensor(z.type() == z.detach().type()),
-    "element_size": lambda z: torch.tensor([z.element_size(), z.numel(), z.nbytes, z.itemsize]),
-    "checkpoint": lambda z: torch.utils.checkpoint.checkpoint(lambda t: t.tanh() * 2, z, use_reentrant=False),
-}
-
-
-@pytest.mark.parametrize("kind", LOOKS)
-def test_whoever_looks_gets_a_tensor(kind):
-    found = []
-
-    def custom(logits, labels, vocab_size, **_):
-        y = LOOKS[kind](logits)
-        found.append(y.detach().cpu() + 0)
-        return (y.float().square().mean() if y.requires_grad else 0.0) + loss_of(logits, labels)
-
-    learned = []
-    for model in both(lambda model: setattr(model, "loss_function", custom)):
-        learned.append(step(model)[1])
-    torch.testing.assert_close(found[1], found[0])
-    assert_same_learning(learned[1], learned[0])
 
 
 def test_a_recipe_below_autograd_raises():

@@ -5,14 +5,17 @@ the logits.
 hundred are in every run.
 """
 
+import copy
 import os
 import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from hf_models import DEVICE, served_by_kernels_or_references
 from torch import nn
 
@@ -49,8 +52,8 @@ def _a_look(look: Callable) -> Callable:
     return run
 
 
-def steps(rng: random.Random) -> Step:
-    """One step of a program, with its numbers drawn."""
+def steps(rng: random.Random, look: int | None = None) -> Step:
+    """One step of a program, with its numbers drawn; or a look of this number."""
     c = rng.choice([0.5, 2.0, 1.0, -1.5, 3])
     n = rng.randrange(1, 4)
     columns = torch.arange(float(V), device=DEVICE) / V
@@ -143,9 +146,25 @@ def steps(rng: random.Random) -> Step:
         "vmap": lambda x: torch.vmap(lambda t: t.sum())(x).sum(),
         "iterate": lambda x: sum(row.sum() for row in x),
         "in": lambda x: torch.tensor(100.0 in x),
+        "numpy scalar": lambda x: np.float32(2) * x,
+        "float(memory_format=)": lambda x: x.float(memory_format=torch.contiguous_format),
+        "contiguous(memory_format=)": lambda x: x.contiguous(memory_format=torch.contiguous_format),
+        "size(dim=)": lambda x: torch.tensor(x.size(dim=-1)),
+        "reversed": lambda x: next(iter(reversed(x))),
+        "repr": lambda x: torch.tensor(len(repr(x)) > 50),
+        "deepcopy": lambda x: copy.deepcopy(x.detach()),
+        "dlpack": lambda x: torch.from_dlpack(x.detach()),
+        "tree": lambda x: torch.utils._pytree.tree_map(lambda t: t * 2, {"logits": [x]})["logits"][0],
+        "graph": lambda x: torch.tensor([x.grad_fn is not None, x.is_leaf]),
+        "data": lambda x: x.data * 1.0,
+        "T": lambda x: x.mT,
+        "memory": lambda x: torch.tensor([*x.stride(), x.untyped_storage().nbytes()]),
+        "type": lambda x: torch.tensor(x.type() == x.detach().type()),
+        "sizes": lambda x: torch.tensor([x.element_size(), x.numel(), x.nbytes, x.itemsize]),
+        "checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda t: t.tanh() * 2, x, use_reentrant=False),
     }
     kind = rng.choices([of_one, of_two, in_place, looks], [6, 1, 1.5, 1.5])[0]
-    name = rng.choice(list(kind))
+    kind, name = (looks, list(looks)[look % len(looks)]) if look is not None else (kind, rng.choice(list(kind)))
     return name, kind[name], 2 if kind is of_two else 1
 
 
@@ -185,7 +204,8 @@ def test_a_program_sees_the_logits(group):
     with served_by_kernels_or_references():
         for seed in range(group * GROUP, (group + 1) * GROUP):
             rng = random.Random(seed)
-            program = [(steps(rng), rng.randrange(8), rng.randrange(8)) for _ in range(rng.randrange(1, 7))]
+            looks = [] if seed % 4 else [(steps(rng, seed // 4), 0, 0)]  # at the logits, each in turn
+            program = looks + [(steps(rng), rng.randrange(8), rng.randrange(8)) for _ in range(rng.randrange(1, 7))]
             losses = [rng.randrange(8) for _ in range(rng.randrange(1, 4))]
             torch.manual_seed(seed)
             head = nn.Linear(H, V, bias=seed % 2 == 0, device=DEVICE)

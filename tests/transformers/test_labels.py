@@ -1,5 +1,4 @@
-"""Random programs on labels: none to learn in a micro-batch, a row, a packed document, a rank or a
-whole step.
+"""Random programs on labels: none to learn in a micro-batch, a row, a packed document or a whole step.
 
 What stock learns of them a patched model learns.
 A program is a seed: labels, how they are masked, and what the sum of the losses is divided by.
@@ -8,17 +7,12 @@ A program is a seed: labels, how they are masked, and what the sum of the losses
 import functools
 import itertools
 import random
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
-import torch.distributed as dist
-from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, tokens
+from hf_models import DEVICE, assert_same_learning, make, tokens
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -110,29 +104,3 @@ def test_forward(seed):
     batches = [micro_batch(r, packed=r.random() < 0.3) for _ in range(r.choice([1, 1, 2, 4]))]
     how = dict(scale=r.choice([1.0, 1 / len(batches)]), **divisors(r, counted(batches)))
     assert_same(learned(ours, batches, **how), learned(stock, batches, **how))
-
-
-def _rank(rank: int, folder: str, port: int, seeds: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    with served_by_kernels_or_references():
-        for seed in range(seeds):
-            r = random.Random(1000 + seed)
-            # of each rank, two micro-batches
-            both = [[micro_batch(r, packed=False) for _ in range(2)] for _ in range(2)]
-            if seed % 2:
-                for b in both[seed // 2 % 2]:  # a rank has nothing to learn
-                    b["labels"][:] = IGNORE
-            n = sum(map(counted, both))
-            how = r.choice([{}, {"num_items_in_batch": torch.tensor(n)}, {"num_items_in_batch": n}])
-            both_models = patched(make("llama")), make("llama")
-            assert_same(*(learned(DistributedDataParallel(m), both[rank], **how) for m in both_models))
-    Path(folder, str(rank)).write_text("done")
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="ranks share a GPU")
-def test_two_ranks():
-    """Gradients that DDP has reduced, one rank's micro-batches without a label."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes.start_ranks(_rank, (folder, processes.free_port(), 8), 2)
-        assert {path.name for path in Path(folder).iterdir()} == {"0", "1"}

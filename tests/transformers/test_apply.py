@@ -9,6 +9,7 @@ import torch
 import transformers
 from hf_models import DEVICE, make
 from torch import nn
+from watching import noted
 
 import liger_kernel
 import liger_kernel.transformers as liger
@@ -177,14 +178,16 @@ def test_mistakes(model, flags, text):
 def test_a_step_of_generation_runs_stock_modules(monkeypatch, rows, grad, ours):
     model, ran = make("qwen3"), []
     liger._apply_liger_kernel_to_instance(model)
-    for module, name in (("norms", "rms_norm"), ("ropes", "rope"), ("mlps", "glu"), ("mlps", "mlp")):
-        place = sys.modules[f"liger_kernel.transformers.recognise.{module}"]
-        run = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *a, run=run, name=name, **k: ran.append(name) or run(*a, **k))
-    rules = sys.modules["liger_kernel.transformers.rewrite.rules"]
-    add, turn = rules.fused_add_rms_norm, rules.qk_norm_rope
-    monkeypatch.setattr(rules, "fused_add_rms_norm", lambda *a: ran.append("add") or add(*a))
-    monkeypatch.setattr(rules, "qk_norm_rope", lambda *a, **k: ran.append("turn") or turn(*a, **k))
+    for module, name in (
+        ("recognise.norms", "rms_norm"),
+        ("recognise.ropes", "rope"),
+        ("recognise.mlps", "glu"),
+        ("recognise.mlps", "mlp"),
+        ("rewrite.rules", "fused_add_rms_norm"),
+        ("rewrite.rules", "qk_norm_rope"),
+    ):
+        place = sys.modules[f"liger_kernel.transformers.{module}"]
+        noted(monkeypatch, place, name, lambda *_, name=name, **__: name, ran)
     with torch.set_grad_enabled(grad):
         model(input_ids=torch.ones(rows, 1, dtype=torch.long, device=DEVICE), use_cache=False)
     assert bool(ran) == ours, ran

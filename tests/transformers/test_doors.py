@@ -30,6 +30,7 @@ from hf_models import (
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama
+from watching import noted
 
 import liger_kernel.transformers as liger
 from liger_kernel import nn as lnn, ops
@@ -181,8 +182,7 @@ def test_a_method_that_calls_one_of_two_rope_functions(family, interleave, monke
     """Gets both in a live model, as in its classes."""
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip("not in this version")
-    calls, stock = [], ropes.rope
-    monkeypatch.setattr(ropes, "rope", lambda *args, **options: calls.append(1) or stock(*args, **options))
+    calls = noted(monkeypatch, ropes, "rope", lambda *_, **__: 1)
     model = make(family, rope_interleave=interleave)
     expected = step(model)[1]
     liger.MODEL_TYPE_TO_APPLY_LIGER_FN[family](model=model, rope=True)

@@ -14,8 +14,9 @@ from torch import nn
 peft = pytest.importorskip("peft", minversion="0.17")
 pytest.importorskip("transformers.integrations.moe", reason="this version has one implementation of experts")
 
-from adapters import drawn, learnt, patch, recomputed
+from adapters import drawn, learnt, patch
 from hf_models import DEVICE, assert_same_learning, group_of_one, make, recognised
+from watching import noted
 
 from liger_kernel.nn import float8 as stored
 from liger_kernel.ops._core import operator as _op
@@ -48,13 +49,8 @@ def ran(monkeypatch) -> list[str]:
     recognised("qwen3_moe", "mixtral", "gpt_oss")
     calls: list[str] = []
     for name in ("adapted_moe", "moe"):
-        node = getattr(experts, name)
-
-        def spy(*args, node=node, name=name, **how):
-            calls.append(f"{'adapted' if any(args[5:]) else 'alone'} {name}")
-            return node(*args, **how)
-
-        monkeypatch.setattr(experts, name, spy)
+        said = lambda *args, name=name, **_: f"{'adapted' if any(args[5:]) else 'alone'} {name}"
+        noted(monkeypatch, experts, name, said, calls)
     return calls
 
 
@@ -147,22 +143,6 @@ def test_one_parameter_in_fp8_beside_one_that_is_trained(ran):
     assert ran == ["adapted adapted_moe"] and any(name.endswith("down_proj") for name in expected)
 
 
-@needs_kernels
-@pytest.mark.parametrize("way", ["reentrant", "checkpointed", "mlp", "autocast"])
-def test_ways_of_running(ran, way):
-    model, dense = twins(dtype=torch.bfloat16 if way == "autocast" else torch.float32)
-    if way in ("reentrant", "checkpointed"):
-        for each in (model, dense):
-            recomputed(each, way == "reentrant")
-    patch(model, rematerialise="mlp" if way == "mlp" else False)
-    if way == "autocast":
-        with torch.autocast(DEVICE, torch.bfloat16):
-            assert_same_learning(learnt(model), learnt(patch(dense)), 0)
-    else:
-        assert_same_learning(learnt(model), learnt(dense), 1e-5)
-    assert ran == ["adapted adapted_moe"] * (1 if way == "mlp" else 2)
-
-
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_stock_code_reads_dense_weights(family, implementation):
@@ -216,19 +196,6 @@ def test_code_that_is_compiled_reads_plain_tensors(monkeypatch):
     assert type(of.down_proj) is stored.StoredView
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert type(of.down_proj) is torch.Tensor and torch.equal(of.down_proj, expected)
-
-
-@needs_kernels
-@pytest.mark.slow
-def test_under_torch_compile_peft_sums():
-    model, dense = twins()
-    block = lambda m: patch(m).get_base_model().model.layers[0].mlp
-    x = torch.randn(1, 5, model.config.hidden_size, device=DEVICE)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        found = torch.compile(block(model), backend="eager")(x)
-        torch.testing.assert_close(found, block(dense)(x), rtol=1e-4, atol=1e-5)
-    assert all(len(made) == 1 for made in experts_of(model).parametrizations.values())
 
 
 @pytest.mark.parametrize(("family", "recipe"), [("qwen3_moe", "fp8"), ("gpt_oss", "fp8_rowwise")])

@@ -10,6 +10,7 @@ from hf_models import DEVICE, assert_same_bits, assert_same_learning, make, step
 from quick import further
 from torch import Tensor
 from transformers import CONFIG_MAPPING
+from watching import noted
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, restore
 from liger_kernel.transformers.patching.flags import options_of
@@ -176,10 +177,8 @@ def test_gated_norms_are_computed_again(monkeypatch):
     """The projection after a rule saves what its norm computes again, to the same bits."""
     from liger_kernel.transformers.recognise import norms
 
-    calls, norm, found = [], norms.gated_rms_norm, []
-    monkeypatch.setattr(norms, "gated_rms_norm", lambda *args, **how: (calls.append(args), norm(*args, **how))[1])
-    for level in (False, True):
-        found.append(step(model_of("kimi_linear", rematerialise=level))[1])
+    calls = noted(monkeypatch, norms, "gated_rms_norm", lambda *_, **__: 1)
+    found = [step(model_of("kimi_linear", rematerialise=level))[1] for level in (False, True)]
     assert len(calls) == 1 + 2
     assert_same_bits(*found)
 

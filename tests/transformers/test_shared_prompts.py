@@ -7,6 +7,7 @@ import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
+from adapters import lora
 from hf_models import DEVICE, assert_same_learning, checkpointed, make, step
 from torch import Tensor
 
@@ -132,12 +133,8 @@ def test_what_is_stock_checkpointed_or_unpads_shares_prompts_too(served, rows):
 
 
 def test_adapters_share_prompts(served, rows):
-    peft = pytest.importorskip("peft")
-
     def learning():
-        torch.manual_seed(0)
-        model = model_of("llama", False)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        model = lora(model_of("llama", False))
         _apply_liger_kernel_to_instance(model)
         return model
 

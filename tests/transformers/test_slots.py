@@ -29,6 +29,7 @@ from hf_models import (
 from quick import words
 from torch import nn
 from transformers.activations import ACT2FN
+from watching import noted
 
 from liger_kernel.testing import assert_as_accurate
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, instance_patches, projections_report, restore
@@ -175,16 +176,12 @@ choices = pytest.mark.skipif(interface is None, reason="this version has one imp
 def ran(monkeypatch) -> list[str]:
     """Which implementations of experts have run."""
     recognised("qwen3_moe", "qwen3_vl_moe", "deepseek_v3", "deepseek_v4", "gpt_oss")
-    calls: list[str] = []
-
-    def noted(name, fn):
-        return lambda *args, **kwargs: calls.append(name) or fn(*args, **kwargs)
-
-    monkeypatch.setattr(experts_module, "moe", noted("ours", experts_module.moe))
+    calls = noted(monkeypatch, experts_module, "moe", lambda *_, **__: "ours")
     eager_like = moe_integration.batched_mm_experts_forward  # some need hardware: what counts is who is called
     for name in interface:
         fn = eager_like if name in ("sonicmoe", "deepgemm") else interface[name]
-        monkeypatch.setitem(interface._global_mapping, name, noted(name, fn))
+        said = lambda *args, fn=fn, name=name, **kwargs: calls.append(name) or fn(*args, **kwargs)
+        monkeypatch.setitem(interface._global_mapping, name, said)
     return calls
 
 

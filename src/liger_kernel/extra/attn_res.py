@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, mask_of, rsqrt, store_tile, tile_at, tl
 
@@ -111,8 +111,8 @@ def _bwd(
         tl.store(dw_ptr + program.to(tl.int64) * D + col, tl.sum(dw, axis=0), mask=col < D)
 
 
-@launcher("(Tensor v, Tensor w_query, Tensor w_norm, float eps) -> (Tensor h, Tensor rstd, Tensor score)")
-def attn_res_fwd(v, w_query, w_norm, eps) -> tuple[Tensor, Tensor, Tensor]:
+@typed_launcher
+def attn_res_fwd(v: Tensor, w_query: Tensor, w_norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     M, N, D = v.shape
     h = v.new_empty(M, D)
     rstd, score = stats = tuple(v.new_empty(M, N, dtype=torch.float32) for _ in range(2))
@@ -125,11 +125,10 @@ def attn_res_fwd(v, w_query, w_norm, eps) -> tuple[Tensor, Tensor, Tensor]:
     return h, rstd, score
 
 
-@launcher(
-    "(Tensor dh, Tensor v, Tensor w_query, Tensor w_norm, Tensor[] stats, bool[] needed) -> (Tensor dv, Tensor "
-    "dw_query, Tensor dw_norm)"
-)
-def attn_res_bwd(dh, v, w_query, w_norm, stats, needed) -> tuple[Tensor, Tensor, Tensor]:
+@typed_launcher
+def attn_res_bwd(
+    dh: Tensor, v: Tensor, w_query: Tensor, w_norm: Tensor, stats: list[Tensor], needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
     """dv, dw_query and dw_norm; gradients that are not needed are empty."""
     M, N, D = v.shape
     need_dv, need_dq, need_dn = needed

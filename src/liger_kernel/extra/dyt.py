@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import (
     add_exactly,
@@ -91,8 +91,8 @@ def _bwd(
         tl.store(dbeta_ptr + program.to(tl.int64) * N + col, tl.sum(dbeta, axis=0), mask=col < N)
 
 
-@launcher("(Tensor x, Tensor alpha, Tensor gamma, Tensor? beta) -> Tensor")
-def dyt_fwd(x, alpha, gamma, beta) -> Tensor:
+@typed_launcher
+def dyt_fwd(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
     M, N = x.shape
     y = x.new_empty(M, N)
     c = launch_config.tile("dyt_fwd", N, x.itemsize, elements=2048, max_block_n=2048)
@@ -102,14 +102,11 @@ def dyt_fwd(x, alpha, gamma, beta) -> Tensor:
     return y
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor alpha, Tensor gamma, Tensor? beta, bool need_dx, bool need_dalpha, bool "
-    "need_dgamma, bool need_dbeta) -> "
-    "(Tensor dx, Tensor dalpha, Tensor dgamma, Tensor dbeta)"
-)
+@typed_launcher
 def dyt_bwd(
-    dy, x, alpha, gamma, beta, need_dx, need_dalpha, need_dgamma, need_dbeta
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None, need_dx: bool, need_dalpha: bool,
+    need_dgamma: bool, need_dbeta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; gradients that are not needed are empty."""
     M, N = x.shape
     c = launch_config.tile("dyt_bwd", N, x.itemsize, elements=1024, per_thread=8, max_block_n=1024, pipelined=2)

@@ -18,9 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core.schema import SymInt
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, store_tile, tile_at, tl
 from liger_kernel.ops.norms.layer_norm import standardised
 
@@ -207,8 +208,10 @@ def _split(rows: int, n: int, block: int) -> tuple[int, int]:
     return splits, max(1, cdiv(cdiv(n, splits), block)) * block
 
 
-@launcher("(Tensor x, SymInt num_groups, Tensor? w, Tensor? b, float eps) -> (Tensor y, Tensor mean, Tensor rstd)")
-def group_norm_fwd(x, num_groups, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
+@typed_launcher
+def group_norm_fwd(
+    x: Tensor, num_groups: SymInt, w: Tensor | None, b: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     B, C, K, D, N = _sizes(x, num_groups)
     M = B * num_groups
     y = torch.empty_like(x)
@@ -228,12 +231,11 @@ def group_norm_fwd(x, num_groups, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
     return y, mean, rstd
 
 
-@launcher(
-    "(Tensor dy, Tensor x, SymInt num_groups, Tensor? w, Tensor mean, Tensor rstd, bool need_dx, bool need_dw, bool "
-    "need_db, ScalarType dtype) -> "
-    "(Tensor dx, Tensor dwb)"
-)
-def group_norm_bwd(dy, x, num_groups, w, mean, rstd, need_dx, need_dw, need_db, dtype) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def group_norm_bwd(
+    dy: Tensor, x: Tensor, num_groups: SymInt, w: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool,
+    need_dw: bool, need_db: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     B, C, K, D, N = _sizes(x, num_groups)
     M, rows, need_q, need_p = B * num_groups, B * C, need_dx or need_dw, need_dx or need_db

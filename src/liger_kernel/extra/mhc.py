@@ -22,12 +22,13 @@ The coefficients and everything before them are in fp32.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, mask_of, next_power_of_2, rsqrt, store_tile, tl
 
@@ -346,14 +347,11 @@ def _tokens(H: int) -> dict[str, int]:
     return dict(BLOCK_T=max(1, 128 // block_h**2), BLOCK_H=block_h, num_warps=1)
 
 
-@launcher(
-    "(Tensor x, Tensor phi, Tensor b, Tensor[] alphas, int H, int tmax, float rms_eps, float pre_eps, float "
-    "sinkhorn_eps, float post_mult)"
-    " -> (Tensor pre, Tensor post, Tensor res, Tensor mix)"
-)
+@typed_launcher
 def mhc_coeffs_fwd(
-    x, phi, b, alphas, H, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, phi: Tensor, b: Tensor, alphas: list[Tensor], H: int, tmax: int, rms_eps: float, pre_eps: float,
+    sinkhorn_eps: float, post_mult: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The coefficients; ``mix`` (M, P + 1) is x phi and the sum of x^2."""
     (M, K), P = x.shape, phi.shape[1]
     pre, post, res, mix = (x.new_empty(shape, dtype=torch.float32) for shape in ((M, H), (M, H), (M, H, H), (M, P + 1)))
@@ -370,16 +368,13 @@ def mhc_coeffs_fwd(
     return pre, post, res, mix
 
 
-@launcher(
-    "(Tensor[] dh, Tensor x, Tensor phi, Tensor b, Tensor[] alphas, Tensor mix, int H, int tmax, float rms_eps, "
-    "float sinkhorn_eps, float post_mult,"
-    " bool[] needed) -> (Tensor dx, Tensor dphi, Tensor db, Tensor dalpha_pre, Tensor dalpha_post, Tensor dalpha_res)"
-)
+@typed_launcher
 def mhc_coeffs_bwd(
-    dh, x, phi, b, alphas, mix, H, tmax, rms_eps, sinkhorn_eps, post_mult, needed
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dh: list[Tensor], x: Tensor, phi: Tensor, b: Tensor, alphas: list[Tensor], mix: Tensor, H: int, tmax: int,
+    rms_eps: float, sinkhorn_eps: float, post_mult: float, needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, phi, b and the alphas; gradients that are not needed are empty."""
-    grads = [t.new_empty(t.shape if need else 0) for t, need in zip((x, phi, b, *alphas), needed)]
+    grads: Any = [t.new_empty(t.shape if need else 0) for t, need in zip((x, phi, b, *alphas), needed)]
     if not tracing(x):
         (M, K), P = x.shape, phi.shape[1]
         tokens = _tokens(H)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from liger_kernel.extra.mhc import _check
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 
 
@@ -115,8 +115,8 @@ def _mix_tile(kernel: str, x: Tensor, per_thread: int) -> dict[str, int]:
     return dict(BLOCK_T=c.block_m, BLOCK_H=block_h, BLOCK_C=c.block_n, num_warps=c.num_warps)
 
 
-@launcher("(Tensor x, Tensor a, Tensor? f, Tensor? p) -> Tensor")
-def mhc_mix_fwd(x, a, f, p) -> Tensor:
+@typed_launcher
+def mhc_mix_fwd(x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None) -> Tensor:
     (M, H, C), outputs = x.shape, a.shape[1]
     y = x.new_empty(M, outputs, C)
     if not tracing(x):
@@ -127,11 +127,10 @@ def mhc_mix_fwd(x, a, f, p) -> Tensor:
     return y
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor a, Tensor? f, Tensor? p, bool[] needed) -> (Tensor dx, Tensor da, Tensor df, "
-    "Tensor dp)"
-)
-def mhc_mix_bwd(dy, x, a, f, p, needed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@typed_launcher
+def mhc_mix_bwd(
+    dy: Tensor, x: Tensor, a: Tensor, f: Tensor | None, p: Tensor | None, needed: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx, da, df and dp; gradients that are not needed are empty."""
     (M, H, C), outputs = x.shape, a.shape[1]
     dx, da, df, dp = (

@@ -23,8 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import check_norm
@@ -167,11 +167,10 @@ def _bwd_sample(
         tl.store(dw_ptr + sample * N + col, total * (1.0 + scale), mask=col < N)
 
 
-@launcher(
-    "(Tensor x, Tensor? w, Tensor scale, Tensor? shift, float eps, float offset, str casting) -> (Tensor y, Tensor "
-    "rstd)"
-)
-def modulated_rms_norm_fwd(x, w, scale, shift, eps, offset, casting) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def modulated_rms_norm_fwd(
+    x: Tensor, w: Tensor | None, scale: Tensor, shift: Tensor | None, eps: float, offset: float, casting: str
+) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
     c = launch_config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096)
@@ -189,13 +188,11 @@ def modulated_rms_norm_fwd(x, w, scale, shift, eps, offset, casting) -> tuple[Te
     return y, rstd
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor? w, Tensor scale, Tensor rstd, float offset, bool need_dx, bool need_dw, bool "
-    "need_dscale, ScalarType? shift) -> (Tensor dx, Tensor dw, Tensor dscale, Tensor dshift)"
-)
+@typed_launcher
 def modulated_rms_norm_bwd(
-    dy, x, w, scale, rstd, offset, need_dx, need_dw, need_dscale, shift
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, w: Tensor | None, scale: Tensor, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool,
+    need_dscale: bool, shift: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients, that of shift in the dtype ``shift``; gradients that are not needed are
     empty."""
     (M, N), S, need_dshift = x.shape, scale.shape[0], shift is not None

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from liger_kernel.extra.softmax import softmax_bwd, softmax_fwd
 from liger_kernel.extra.sparsemax import reference as sparsemax_reference, sparsemax_bwd, sparsemax_fwd
-from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, op
-from liger_kernel.ops._core.operator import autocast_dtype, launcher, once_differentiable, rows_of, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import autocast_dtype, once_differentiable, rows_of, use_kernels
 
 Size = int | tuple[int, int]
 
@@ -35,16 +35,11 @@ def _pair(size: Size) -> list[int]:
     return [size, size] if isinstance(size, int) else list(size)
 
 
-SCHEMA = (
-    "(Tensor dy, Tensor p, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups, bool sparse, "
-    "bool[] needed)"
-)
-
-
-@launcher(f"{SCHEMA} -> (Tensor dscores, Tensor dweight, Tensor dbias)")
+@typed_launcher
 def multi_token_attention_bwd(
-    dy, p, weight, stride, padding, dilation, groups, sparse, needed
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor, p: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    sparse: bool, needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of scores, weight and bias; gradients that are not needed are empty."""
     grads = torch.ops.aten.convolution_backward(
         dy.tril(), p, weight, weight.shape[:1], stride, padding, dilation, False, [0, 0], groups, needed

@@ -25,8 +25,8 @@ import math
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, tracing, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, load_tile, mask_of, store_tile, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
@@ -171,10 +171,10 @@ def _grid(kernel: str, q: Tensor) -> tuple[tuple[int], dict[str, int]]:
     return (cdiv(q.shape[2], c.block_m) * q.shape[0] * q.shape[1],), tile
 
 
-@launcher(
-    "(Tensor q, Tensor k, Tensor v, int kernel_size, int dilation, float scale) -> (Tensor o, Tensor top, Tensor share)"
-)
-def neighborhood_attention_fwd(q, k, v, kernel_size, dilation, scale) -> tuple[Tensor, Tensor, Tensor]:
+@typed_launcher
+def neighborhood_attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, kernel_size: int, dilation: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     o, (top, share) = new_like(q), (q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     if not tracing(q):
         grid, tile = _grid("neighborhood_attention_fwd", q)
@@ -184,14 +184,11 @@ def neighborhood_attention_fwd(q, k, v, kernel_size, dilation, scale) -> tuple[T
     return o, top, share
 
 
-@launcher(
-    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor top, Tensor share, int kernel_size, int dilation, float scale, "
-    "bool[] needed)"
-    " -> (Tensor dq, Tensor dk, Tensor dv)"
-)
+@typed_launcher
 def neighborhood_attention_bwd(
-    do, q, k, v, top, share, kernel_size, dilation, scale, needed
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, top: Tensor, share: Tensor, kernel_size: int, dilation: int,
+    scale: float, needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv; gradients that are not needed are empty."""
     dq, dk, dv = (new_like(q, need) for need in needed)
     if not tracing(q):

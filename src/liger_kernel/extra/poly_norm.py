@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 
@@ -221,8 +221,8 @@ def _bwd(
     )
 
 
-@launcher("(Tensor x, Tensor w, Tensor b, float eps) -> (Tensor y, Tensor stats)")
-def poly_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def poly_norm_fwd(x: Tensor, w: Tensor, b: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y, and for each row 1/s, r_1, r_2 and r_3."""
     M, N = x.shape
     y, stats = x.new_empty(M, N), x.new_empty(4, M, dtype=torch.float32)
@@ -234,10 +234,10 @@ def poly_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor]:
     return y, stats
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor w, Tensor stats, bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dwb)"
-)
-def poly_norm_bwd(dy, x, w, stats, need_dx, need_dw, need_db) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def poly_norm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, stats: Tensor, need_dx: bool, need_dw: bool, need_db: bool
+) -> tuple[Tensor, Tensor]:
     """dx, and dw and db side by side in fp32; gradients that are not needed are empty."""
     M, N = x.shape
     wide = N > BWD_N

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, store_tile, tile_at, tl
 
 # Columns of a row that one program holds in registers: 32 fp32 values per thread; in the backward of
@@ -162,8 +162,8 @@ def launch_bwd(
     return dx
 
 
-@launcher("(Tensor x, bool causal) -> Tensor")
-def softmax_fwd(x, causal) -> Tensor:
+@typed_launcher
+def softmax_fwd(x: Tensor, causal: bool) -> Tensor:
     return launch_fwd(_fwd, _fwd_long, x, causal, "softmax_fwd", elements=4096)
 
 
@@ -173,8 +173,8 @@ def _sweep(N: int, itemsize: int) -> tuple[int, int]:
     return block, block // 1024
 
 
-@launcher("(Tensor dy, Tensor y) -> Tensor")
-def softmax_bwd(dy, y) -> Tensor:
+@typed_launcher
+def softmax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     return launch_bwd(_bwd, _bwd_long, dy, y, "softmax_bwd", _sweep)
 
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.extra.softmax import check, launch_bwd, launch_fwd, load_part
-from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
-from liger_kernel.ops._core.operator import launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import div, jit, load_tile, store_tile, tile_at, tl
 
 
@@ -140,14 +140,13 @@ def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr
         )
 
 
-@launcher("(Tensor x, bool causal) -> Tensor")
-def sparsemax_fwd(x, causal) -> Tensor:
+@typed_launcher
+def sparsemax_fwd(x: Tensor, causal: bool) -> Tensor:
     return launch_fwd(_fwd, _fwd_long, x, causal, "sparsemax_fwd", elements=2048)
 
 
-@launcher("(Tensor dy, Tensor y) -> Tensor")
-def sparsemax_bwd(dy, y) -> Tensor:
-    # blocks of 8192 spill
+@typed_launcher
+def sparsemax_bwd(dy: Tensor, y: Tensor) -> Tensor:
     return launch_bwd(_bwd, _bwd_long, dy, y, "sparsemax_bwd", lambda *_: (4096, 8))
 
 

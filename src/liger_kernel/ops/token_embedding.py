@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core import Case, Cost, T, nbytes, once_differentiable, op, typed_launcher
 from liger_kernel.ops._core.operator import as_index, host_can_read, launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.schema import SymInt
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
 
 # tokens a piece has at most: 64 steps of a program; the slots, two rows of fp32 a cut, are a
@@ -110,8 +111,8 @@ def _tile(N: int) -> tuple[int, dict[str, int]]:
     return cdiv(N, block_n), dict(BLOCK_M=min(64, 4096 // block_n), BLOCK_N=block_n, num_warps=4)
 
 
-@launcher("(Tensor index, Tensor w) -> Tensor")
-def embedding_fwd(index, w) -> Tensor:
+@typed_launcher
+def embedding_fwd(index: Tensor, w: Tensor) -> Tensor:
     (V, N), M = w.shape, index.shape[0]
     y = w.new_empty(M, N)
     blocks, tile = _tile(N)
@@ -119,8 +120,8 @@ def embedding_fwd(index, w) -> Tensor:
     return y
 
 
-@launcher("(Tensor dy, Tensor index, SymInt V, int? padding_idx) -> Tensor")
-def embedding_bwd(dy, index, V, padding_idx) -> Tensor:
+@typed_launcher
+def embedding_bwd(dy: Tensor, index: Tensor, V: SymInt, padding_idx: int | None) -> Tensor:
     M, N = dy.shape
     dw = dy.new_zeros(V, N)
     # tokens without a gradient get the key V, which sorts after all others

@@ -11,3 +11,4 @@ from liger_kernel.ops._core.operator import (
     once_differentiable as once_differentiable,
     op as op,
 )
+from liger_kernel.ops._core.schema import typed_launcher as typed_launcher

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, mask_of, tl
 
 # what models name in many ways: `transformers/recognise` finds out which of these a model has
@@ -44,10 +44,6 @@ def check_act(op: str, act: str, limit: float | None = None, alpha: float = 1.0)
         raise ValueError(f"{op}: limit must be positive or None, got {limit}")
     if not alpha > 0:
         raise ValueError(f"{op}: alpha must be positive, got {alpha}")
-
-
-# of the schemas of launchers: the fields of `Form`
-FORM = "float gate_multiplier, float? limit, float alpha, float offset, float down_multiplier"
 
 
 def reference(
@@ -263,8 +259,8 @@ def _arguments(
     return numbers, dict(SCALED=scaled, CLAMPED=limit is not None)
 
 
-@launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> Tensor")
-def glu_fwd(gate, up, act, *form) -> Tensor:
+@typed_launcher
+def glu_fwd(gate: Tensor, up: Tensor, act: str, *form: Form) -> Tensor:
     return glu_into(None, gate, up, act, *form)
 
 
@@ -280,11 +276,10 @@ def glu_into(maxima: Tensor | None, gate: Tensor, up: Tensor, act: str, *form: A
     return y
 
 
-@launcher(
-    f"(Tensor dy, Tensor gate, Tensor up, str act, bool packed, bool need_dgate, bool need_dup, {FORM}) -> (Tensor "
-    "dgate, Tensor dup)"
-)
-def glu_bwd(dy, gate, up, act, packed, need_dgate, need_dup, *form) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def glu_bwd(
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, packed: bool, need_dgate: bool, need_dup: bool, *form: Form
+) -> tuple[Tensor, Tensor]:
     """dgate and dup; those that are not needed are empty; ``packed``: both side by side in the
     first, the second empty."""
     M, N = gate.shape

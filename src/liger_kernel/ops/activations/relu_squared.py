@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
 # values per program, 16 per thread: as in glu, memory bandwidth is the only limit
@@ -35,15 +35,15 @@ def _bwd(dy_ptr, x_ptr, dx_ptr, N, BLOCK: tl.constexpr):
     tl.store(dx_ptr + i, tl.where(x <= 0, 0.0, 2.0 * x * dy).to(dx_ptr.dtype.element_ty), mask=i < N)
 
 
-@launcher("(Tensor x) -> Tensor")
-def relu_squared_fwd(x) -> Tensor:
+@typed_launcher
+def relu_squared_fwd(x: Tensor) -> Tensor:
     y = torch.empty_like(x)
     launch(_fwd, (cdiv(x.numel(), BLOCK),), x, y, x.numel(), BLOCK=BLOCK, num_warps=4)
     return y
 
 
-@launcher("(Tensor dy, Tensor x) -> Tensor")
-def relu_squared_bwd(dy, x) -> Tensor:
+@typed_launcher
+def relu_squared_bwd(dy: Tensor, x: Tensor) -> Tensor:
     dx = torch.empty_like(x)
     launch(_bwd, (cdiv(x.numel(), BLOCK),), dy, x, dx, x.numel(), BLOCK=BLOCK, num_warps=4)
     return dx

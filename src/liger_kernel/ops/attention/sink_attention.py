@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
 from liger_kernel.ops._core.invariance import is_invariant
-from liger_kernel.ops._core.operator import autocast_dtype, launch, launcher, once_differentiable, tracing, use_kernels
+from liger_kernel.ops._core.operator import autocast_dtype, launch, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
@@ -675,13 +675,11 @@ def documents(B: int, length: int, device: Any, first: Tensor | None, valid: Ten
     return torch.stack((first, _document_ends(first, valid)))
 
 
-@launcher(
-    "(Tensor q, Tensor k, Tensor v, Tensor sinks, int? window, Tensor? first, Tensor? valid, Tensor? at, float scale, "
-    "bool by_document) -> (Tensor o, Tensor lse, Tensor share, Tensor lost)"
-)
+@typed_launcher
 def sink_attention_fwd(
-    q, k, v, sinks, window, first, valid, at, scale, by_document
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None, first: Tensor | None, valid: Tensor | None,
+    at: Tensor | None, scale: float, by_document: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, and what the backward needs: ``lse`` (B, H, T); in fp32 ``share`` (B, H, T), in 16 bits
     ``lost`` of o's shape, and of these the other one is empty. ``at``: the place of the first token
     of q among those of k."""
@@ -719,14 +717,11 @@ def sink_attention_fwd(
     return o, lse, share, lost
 
 
-@launcher(
-    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor sinks, Tensor o, Tensor lse, Tensor share, Tensor lost, int? "
-    "window, Tensor? first, Tensor? valid,"
-    " float scale, bool[] needed, bool by_document) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
-)
+@typed_launcher
 def sink_attention_bwd(
-    do, q, k, v, sinks, o, lse, share, lost, window, first, valid, scale, needed, by_document
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, o: Tensor, lse: Tensor, share: Tensor, lost: Tensor,
+    window: int | None, first: Tensor | None, valid: Tensor | None, scale: float, needed: list[bool], by_document: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
     (B, H, length, D), G = q.shape, q.shape[1] // k.shape[1]
     (dq, dk, dv), blocks = (new_like(t, need) for t, need in zip((q, k, v), needed)), cdiv(length, ROWS)

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import checks
+from liger_kernel.ops._core import checks, typed_launcher
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
     T,
     computed,
-    launcher,
     nbytes,
     once_differentiable,
     op,
@@ -24,24 +23,13 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.reduce import scaled
-from liger_kernel.ops.losses.cross_entropy_rows import (
-    LOSS_SCHEMA,
-    Loss,
-    RowLosses,
-    check,
-    normaliser,
-    reference,
-    row_kernel,
-)
+from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check, normaliser, reference, row_kernel
 
 
-@launcher(
-    f"(Tensor z, Tensor target, Tensor? class_weight, Tensor? num_items, bool need_dz, {LOSS_SCHEMA}) -> "
-    "(Tensor loss, Tensor z_loss, Tensor predicted, Tensor lse, Tensor? norm, Tensor dz)"
-)
+@typed_launcher
 def cross_entropy_fwd(
-    z: Tensor, target: Tensor, class_weight: Tensor | None, num_items: Tensor | None, need_dz: bool, *numbers
-):
+    z: Tensor, target: Tensor, class_weight: Tensor | None, num_items: Tensor | None, need_dz: bool, *numbers: Loss
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Return the results, and with ``need_dz`` the gradient for an upstream gradient of 1 from
     the same launch, which is empty otherwise."""
     s = Loss(*numbers)
@@ -53,11 +41,9 @@ def cross_entropy_fwd(
     return *out.reduced(norm, s.reduction), out.predicted, out.lse, norm, dz
 
 
-@launcher(
-    f"(Tensor g, Tensor z, Tensor target, Tensor? class_weight, Tensor lse, Tensor? norm, {LOSS_SCHEMA}) -> Tensor dz"
-)
+@typed_launcher
 def cross_entropy_bwd(
-    g: Tensor, z: Tensor, target: Tensor, class_weight: Tensor | None, lse: Tensor, norm: Tensor | None, *numbers
+    g: Tensor, z: Tensor, target: Tensor, class_weight: Tensor | None, lse: Tensor, norm: Tensor | None, *numbers: Loss
 ) -> Tensor:
     dz = z.new_empty(z.shape)
     row_kernel(

@@ -38,7 +38,6 @@ from liger_kernel.ops._core import checks, launch_config
 from liger_kernel.ops._core.operator import acc, as_index, host_can_read, launch, tracing, use_kernels
 from liger_kernel.ops._core.shards import has_split_rows, is_sharded
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, log, store_if, tanh, tl
-from liger_kernel.ops.losses.numbers import schema_of
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -93,9 +92,6 @@ class Loss(NamedTuple):
     stats: bool = False
     entropy: bool = False
     mean: bool = False
-
-
-LOSS_SCHEMA = schema_of(Loss)
 
 
 def normaliser(target: Tensor, class_weight: Tensor | None, s: Loss, num_items: Tensor | None = None) -> Tensor | None:

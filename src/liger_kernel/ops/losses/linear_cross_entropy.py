@@ -30,11 +30,11 @@ from torch import Tensor
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launcher, nbytes, once_differentiable, op
 from liger_kernel.ops._core.operator import host_can_read, on_gpu, only_pytorch, rows_of, tracing
 from liger_kernel.ops._core.reduce import divided, scaled, scaled_rows
+from liger_kernel.ops._core.schema import fields_of
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, logits, only_hidden
 from liger_kernel.ops.losses.cross_entropy import items, positive, targets
 from liger_kernel.ops.losses.cross_entropy_rows import (
-    LOSS_SCHEMA,
     Loss,
     RowLosses,
     check,
@@ -76,7 +76,7 @@ def reference(
 
 _IN = (
     "Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? kept, Tensor? xa, Tensor? wb, "
-    f"{LOSS_SCHEMA}, bool fp32_logits, str? fp8, ScalarType? accum_dtype, int? chunk_rows, "
+    f"{fields_of(Loss)}, bool fp32_logits, str? fp8, ScalarType? accum_dtype, int? chunk_rows, "
     "bool need_dx, bool need_dw, bool need_db, bool need_dxa, bool need_dwb"
 )
 _GRADS = "Tensor dx, Tensor dw, Tensor db, Tensor? dxa, Tensor? dwb"

@@ -52,6 +52,7 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import scaled_rows
+from liger_kernel.ops._core.schema import fields_of
 from liger_kernel.ops.losses.chunks import (
     Kept,
     auto_chunk_rows,
@@ -78,7 +79,7 @@ from liger_kernel.ops.losses.linear_cross_entropy import (
     products_dtype,
     promoted,
 )
-from liger_kernel.ops.losses.logprob_tiles import OUTPUTS, SCHEMA, Found, Numbers, merged, tile
+from liger_kernel.ops.losses.logprob_tiles import OUTPUTS, Found, Numbers, merged, tile
 from liger_kernel.ops.losses.vocab_parallel.cross_entropy import gathered, part_of, process_group
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def reference(
 
 _IN = (
     "Tensor x, Tensor w, Tensor target, Tensor? bias, Tensor? xa, Tensor? wb, Tensor? temperature, Tensor? ids, "
-    f"Tensor? offsets, Tensor? kept, {SCHEMA}, bool fp32_logits"
+    f"Tensor? offsets, Tensor? kept, {fields_of(Numbers)}, bool fp32_logits"
 )
 _N = len(Numbers._fields)
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import checks, launch_config
+from liger_kernel.ops._core import checks, launch_config, typed_launcher
 from liger_kernel.ops._core.operator import (
     Case,
     Cost,
@@ -30,7 +30,6 @@ from liger_kernel.ops._core.operator import (
     acc,
     as_index,
     launch,
-    launcher,
     nbytes,
     once_differentiable,
     op,
@@ -107,8 +106,8 @@ def _bwd(
     tl.store(dlogits_ptr + row[:, None] * E + col[None, :], d.to(dlogits_ptr.dtype.element_ty), mask=mask)
 
 
-@launcher("(Tensor logits, Tensor index, Tensor? weight) -> (Tensor probs, Tensor counts)")
-def expert_load_fwd(logits, index, weight):
+@typed_launcher
+def expert_load_fwd(logits: Tensor, index: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     (M, E), K = logits.shape, index.shape[1]
     c = launch_config.tile("expert_load_fwd", E, logits.itemsize, elements=2048)
     # few rows of partial sums, which one more kernel adds in a fixed order
@@ -119,8 +118,8 @@ def expert_load_fwd(logits, index, weight):
     return column_sum(probs, torch.float32), column_sum(counts, torch.float32)
 
 
-@launcher("(Tensor dprobs, Tensor logits, Tensor? weight) -> Tensor")
-def expert_load_bwd(dprobs, logits, weight):
+@typed_launcher
+def expert_load_bwd(dprobs: Tensor, logits: Tensor, weight: Tensor | None) -> Tensor:
     M, E = logits.shape
     dlogits = logits.new_empty(M, E)
     c = launch_config.tile("expert_load_bwd", E, logits.itemsize, elements=2048)

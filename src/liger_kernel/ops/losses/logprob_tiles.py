@@ -24,7 +24,6 @@ from torch import Tensor
 from liger_kernel.ops._core.operator import launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import exp_of, jit, log, next_power_of_2, store_if, tl
 from liger_kernel.ops.losses.cross_entropy_rows import transformed, transformed_logits
-from liger_kernel.ops.losses.numbers import schema_of
 
 OUTPUTS = ("entropy", "log_sum_sq", "mean_logit", "top1", "lse")
 # rows of ``Found.state``; after the last tile, s and kept_s are logarithms and a is the entropy
@@ -49,9 +48,6 @@ class Numbers(NamedTuple):
     mean_logit: bool
     top1: bool
     lse: bool
-
-
-SCHEMA = schema_of(Numbers)
 
 
 @dataclass

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from liger_kernel._private import apply_node
-from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.norms.rms_kernels import (
@@ -44,10 +44,10 @@ def reference(x, residual, w, *, eps, offset, casting):
     return rms_norm_reference(s, w, eps=eps, offset=offset, casting=casting), s
 
 
-@launcher(
-    "(Tensor x, Tensor? residual, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor s, Tensor rstd)"
-)
-def fused_add_rms_norm_fwd(x, residual, w, eps, offset, casting) -> tuple[Tensor, Tensor, Tensor]:
+@typed_launcher
+def fused_add_rms_norm_fwd(
+    x: Tensor, residual: Tensor | None, w: Tensor | None, eps: float, offset: float, casting: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, s (empty without a residual), and 1/rms of s."""
     M, N = x.shape
     # without a residual, s is x, which no operator may return: empty
@@ -76,11 +76,11 @@ def fused_add_rms_norm_fwd(x, residual, w, eps, offset, casting) -> tuple[Tensor
     return y, s, rstd
 
 
-@launcher(
-    "(Tensor dy, Tensor? ds, Tensor s, Tensor? w, Tensor rstd, float offset, bool need_dx, bool need_dw) -> (Tensor "
-    "dx, Tensor dw)"
-)
-def fused_add_rms_norm_bwd(dy, ds, s, w, rstd, offset, need_dx, need_dw) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def fused_add_rms_norm_bwd(
+    dy: Tensor, ds: Tensor | None, s: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool,
+    need_dw: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, which is dresidual, and dw; gradients that are not needed are empty."""
     M, N = s.shape
     dtype = w.dtype if need_dw else s.dtype

@@ -24,8 +24,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of, check_act
@@ -131,11 +131,10 @@ def _bwd(
         tl.store(dw_ptr + col, tl.sum(dw, axis=0), mask=col < N)
 
 
-@launcher(
-    "(Tensor x, Tensor gate, Tensor w, float eps, str act, str casting, bool gate_first, int groups) -> (Tensor y, "
-    "Tensor rstd)"
-)
-def gated_rms_norm_fwd(x, gate, w, eps, act, casting, gate_first, groups) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def gated_rms_norm_fwd(
+    x: Tensor, gate: Tensor, w: Tensor, eps: float, act: str, casting: str, gate_first: bool, groups: int
+) -> tuple[Tensor, Tensor]:
     (M, width), N = x.shape, x.shape[1] // groups
     y, rstd = x.new_empty(M, width), x.new_empty(M * groups, dtype=torch.float32)
     c = launch_config.tile("gated_rms_norm_fwd", N, x.itemsize, elements=4096)
@@ -144,12 +143,10 @@ def gated_rms_norm_fwd(x, gate, w, eps, act, casting, gate_first, groups) -> tup
     return y, rstd
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor gate, Tensor w, Tensor rstd, str act, bool gate_first, int groups, bool need_dx, "
-    "bool need_dgate, bool need_dw) -> (Tensor dx, Tensor dgate, Tensor dw)"
-)
+@typed_launcher
 def gated_rms_norm_bwd(
-    dy, x, gate, w, rstd, act, gate_first, groups, need_dx, need_dgate, need_dw
+    dy: Tensor, x: Tensor, gate: Tensor, w: Tensor, rstd: Tensor, act: str, gate_first: bool, groups: int,
+    need_dx: bool, need_dgate: bool, need_dw: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dx, dgate and dw; gradients that are not needed are empty."""
     (M, width), N = x.shape, x.shape[1] // groups
@@ -161,8 +158,8 @@ def gated_rms_norm_bwd(
     partials = x.new_empty((programs, width) if need_dw else 0, dtype=torch.float32)
     numbers = M, N, dy.stride(0), x.stride(0), gate.stride(0)
     flags = dict(NEED_DX=need_dx, NEED_DGATE=need_dgate, NEED_DW=need_dw, STAGES=c.stages)
-    flags |= dict(ACT=act, GATE_FIRST=gate_first)
-    launch(_bwd, (programs, groups), dy, x, gate, w, rstd, dx, dgate, partials, *numbers, **flags, **c.tile)
+    how = dict(ACT=act, GATE_FIRST=gate_first) | c.tile
+    launch(_bwd, (programs, groups), dy, x, gate, w, rstd, dx, dgate, partials, *numbers, **flags, **how)
     return dx, dgate, column_sum(partials, w.dtype) if need_dw else x.new_empty(0)
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
@@ -159,8 +159,8 @@ def _bwd(
         tl.store(dwb_ptr + col, tl.sum(db, axis=0), mask=col < N)
 
 
-@launcher("(Tensor x, Tensor? w, Tensor? b, float eps) -> (Tensor y, Tensor mean, Tensor rstd)")
-def layer_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
+@typed_launcher
+def layer_norm_fwd(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     M, N = x.shape
     y = x.new_empty(M, N)
     # saved in fp32: the backward divides by the same numbers
@@ -176,11 +176,11 @@ def layer_norm_fwd(x, w, b, eps) -> tuple[Tensor, Tensor, Tensor]:
     return y, mean, rstd
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor? w, Tensor mean, Tensor rstd, bool need_dx, bool need_dw, bool need_db, ScalarType "
-    "dtype) -> (Tensor dx, Tensor dwb)"
-)
-def layer_norm_bwd(dy, x, w, mean, rstd, need_dx, need_dw, need_db, dtype) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def layer_norm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor | None, mean: Tensor, rstd: Tensor, need_dx: bool, need_dw: bool, need_db: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx, and dw and db side by side in ``dtype``; gradients that are not needed are empty."""
     M, N = x.shape
     columns = N * (need_dw + need_db)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv
@@ -22,8 +22,8 @@ from liger_kernel.ops.norms.rms_kernels import _bwd, _fwd, check_norm, reference
 MAX_N = 32768
 
 
-@launcher("(Tensor x, Tensor? w, float eps, float offset, str casting) -> (Tensor y, Tensor rstd)")
-def rms_norm_fwd(x, w, eps, offset, casting) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def rms_norm_fwd(x: Tensor, w: Tensor | None, eps: float, offset: float, casting: str) -> tuple[Tensor, Tensor]:
     M, N = x.shape
     # rows that no program can hold
     if N > MAX_N:
@@ -38,10 +38,10 @@ def rms_norm_fwd(x, w, eps, offset, casting) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor? w, Tensor rstd, float offset, bool need_dx, bool need_dw) -> (Tensor dx, Tensor dw)"
-)
-def rms_norm_bwd(dy, x, w, rstd, offset, need_dx, need_dw) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def rms_norm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor | None, rstd: Tensor, offset: float, need_dx: bool, need_dw: bool
+) -> tuple[Tensor, Tensor]:
     """dx and dw; gradients that are not needed are empty."""
     M, N = x.shape
     if N > MAX_N:

@@ -34,7 +34,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, launcher, once_differentiable
+from liger_kernel.ops._core import acc, once_differentiable, typed_launcher
 from liger_kernel.ops._core.invariance import is_invariant, is_over_tokens
 from liger_kernel.ops._core.operator import intercepted, launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, mask_of, next_power_of_2, tl
@@ -166,8 +166,8 @@ _PROGRAMS, _BLOCK = 1024, 2048  # programs, and values per step, of a cast per t
 _WHOLE, _PART = 16384, 4096
 
 
-@launcher("(Tensor x, Tensor? by, ScalarType dtype, bool per_row) -> (Tensor q, Tensor scale)")
-def float8_cast(x, by, dtype, per_row) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def float8_cast(x: Tensor, by: Tensor | None, dtype: torch.dtype, per_row: bool) -> tuple[Tensor, Tensor]:
     (M, N), top = x.shape, torch.finfo(dtype).max
     q = x.new_empty((M, N), dtype=dtype)
     scale = x.new_empty((M, 1) if per_row else (), dtype=torch.float32)
@@ -188,8 +188,8 @@ def float8_cast(x, by, dtype, per_row) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-@launcher("(Tensor x) -> Tensor")
-def transpose_bytes(x) -> Tensor:
+@typed_launcher
+def transpose_bytes(x: Tensor) -> Tensor:
     """The contiguous transpose (K, N) of a contiguous x (N, K) with 8-bit values."""
     (N, K), x = x.shape, x.view(torch.int8)
     y = x.new_empty(K, N)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, checks, launch_config, launcher
+from liger_kernel.ops._core import acc, checks, launch_config, typed_launcher
 from liger_kernel.ops._core.operator import intercepted, launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
 from liger_kernel.ops.projections.float8 import _LEAST, E4, LEAST, _quantized, _size, lacking, transposed
@@ -98,8 +98,8 @@ _VALUES, _COLS = 4096, 1024  # values of a program that makes a weight dense, an
 _ROWS = 32  # rows of a program that casts
 
 
-@launcher("(Tensor q, Tensor scale, int block_n, int block_k, ScalarType dtype) -> Tensor")
-def dense_blocks(q, scale, block_n, block_k, dtype) -> Tensor:
+@typed_launcher
+def dense_blocks(q: Tensor, scale: Tensor, block_n: int, block_k: int, dtype: torch.dtype) -> Tensor:
     (N, K), y = q.shape[-2:], q.new_empty(q.shape, dtype=dtype)
     cols, count = min(next_power_of_2(K), _COLS), y.numel() // K
     rows = _VALUES // cols
@@ -108,8 +108,8 @@ def dense_blocks(q, scale, block_n, block_k, dtype) -> Tensor:
     return y
 
 
-@launcher("(Tensor x) -> (Tensor q, Tensor scale)")
-def float8_cast_blocks(x) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def float8_cast_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (M, K), K a multiple of 128, in e4m3, with zeros below until the rows are a multiple of 4,
     as cuBLAS wants them; and the scales (K / 128, those rows)."""
     M, K = x.shape

@@ -37,10 +37,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from liger_kernel.ops._core import typed_launcher
 from liger_kernel.ops._core.invariance import over_tokens
-from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
+from liger_kernel.ops._core.operator import acc, launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
-from liger_kernel.ops.activations.glu import _MAXIMA, FORM, MAXIMA, glu_into
+from liger_kernel.ops.activations.glu import _MAXIMA, MAXIMA, Form, glu_into
 from liger_kernel.ops.projections.float8 import (
     _LEAST,
     CAPABILITY,
@@ -327,8 +328,8 @@ def maxima_of(xs: Sequence[Tensor]) -> list[Amax]:
     return [Amax(t, None) for t in maxima.unbind()]
 
 
-@launcher(f"(Tensor gate, Tensor up, str act, {FORM}) -> (Tensor h, Tensor maxima)")
-def glu_and_maxima(gate, up, act, *form) -> tuple[Tensor, Tensor]:
+@typed_launcher
+def glu_and_maxima(gate: Tensor, up: Tensor, act: str, *form: Form) -> tuple[Tensor, Tensor]:
     """``glu``, and the largest finite sizes in ``MAXIMA`` parts of it."""
     maxima = gate.new_zeros(MAXIMA, dtype=torch.float32)
     return glu_into(maxima, gate, up, act, *form), maxima
@@ -414,11 +415,11 @@ def casts(
     return casts_together([CastRequest(x, dtype, amax, rows, columns)], powers_of_2, memory)[0]
 
 
-@launcher(
-    "(Tensor w, ScalarType dtype, Tensor? amax_rows, Tensor? amax_columns, bool powers_of_2, Tensor after) -> "
-    "(Tensor values, Tensor scale)"
-)
-def float8_transposed(w, dtype, amax_rows, amax_columns, powers_of_2, after):
+@typed_launcher
+def float8_transposed(
+    w: Tensor, dtype: torch.dtype, amax_rows: Tensor | None, amax_columns: Tensor | None, powers_of_2: bool,
+    after: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The transposed ``Cast`` of a weight, which has been rounded to ``dtype``; without its largest
     values, that of ``mxfp8``. It does not read ``after``.
 

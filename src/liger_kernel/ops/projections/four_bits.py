@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import launch, launcher, use_kernels
+from liger_kernel.ops._core import typed_launcher
+from liger_kernel.ops._core.operator import launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.projections.weights import Dequantized
 
@@ -43,14 +44,12 @@ def _dense(
 
 _VALUES = 4096  # values per program
 
-_SCHEMA = (
-    "(Tensor packed, Tensor absmax, Tensor code, Tensor? absmax2, Tensor? code2, Tensor? offset, int[] shape, "
-    "int blocksize, int blocksize2, ScalarType dtype)"
-)
 
-
-@launcher(f"{_SCHEMA} -> Tensor")
-def dense_four_bits(packed, absmax, code, absmax2, code2, offset, shape, blocksize, blocksize2, dtype):
+@typed_launcher
+def dense_four_bits(
+    packed: Tensor, absmax: Tensor, code: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None,
+    shape: list[int], blocksize: int, blocksize2: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     y = packed.new_empty(shape, dtype=dtype)
     n, blocks = y.numel(), max(_VALUES // blocksize, 1)
     how = dict(BLOCKSIZE=blocksize, BLOCKSIZE2=blocksize2, BLOCKS=blocks, num_warps=4)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import launch_config
-from liger_kernel.ops._core.operator import launch, launcher, tracing, use_kernels
+from liger_kernel.ops._core import launch_config, typed_launcher
+from liger_kernel.ops._core.operator import launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.float8_blocks import BLOCK, Float8Blocks
 from liger_kernel.ops.projections.grouped_mm import GROUP_M
@@ -55,8 +55,8 @@ def _mm_blocks(
         tl.store(y_tile, total.to(y_ptr.dtype.element_ty), mask=rows)
 
 
-@launcher("(Tensor a, Tensor q, Tensor scale, Tensor offs) -> Tensor")
-def grouped_mm_blocks(a, q, scale, offs) -> Tensor:
+@typed_launcher
+def grouped_mm_blocks(a: Tensor, q: Tensor, scale: Tensor, offs: Tensor) -> Tensor:
     """a (M, K), sorted by group, times W^T of q (E, N, K) with scales (E, N / 128, K / 128)."""
     (M, K), (E, N, _) = a.shape, q.shape
     y = a.new_empty(M, N)

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core import launch_config, typed_launcher
 from liger_kernel.ops._core.invariance import is_invariant, over_tokens
-from liger_kernel.ops._core.operator import launch, launcher, on_gpu, tracing
+from liger_kernel.ops._core.operator import launch, on_gpu, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.grouped_tma import aligned, place
@@ -191,8 +191,8 @@ def span_of(a: Tensor, K: int, tile: dict) -> dict:
     return dict(EVEN_K=K % tile["BLOCK_K"] == 0, SPAN=128 if a.dtype == torch.float32 else 0)
 
 
-@launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
-def grouped_mm(a, b, offs) -> Tensor:
+@typed_launcher
+def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     M, N = a.shape[0], b.shape[2]
     if tracing(a):
         return a.new_empty(M, N)
@@ -219,8 +219,8 @@ def write_mm(
     launch(_mm, grid, a, b, y, offs, E, K, N, *b.stride(), **flags | tile)
 
 
-@launcher("(Tensor a, Tensor b, Tensor offs) -> Tensor")
-def grouped_outer(a, b, offs) -> Tensor:
+@typed_launcher
+def grouped_outer(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     (_, N), (_, Q), E = a.shape, b.shape, offs.shape[0]
     if tracing(a):
         return a.new_empty(E, N, Q)
@@ -236,8 +236,8 @@ def grouped_outer(a, b, offs) -> Tensor:
     return y
 
 
-@launcher("(Tensor a, Tensor? scale, Tensor offs) -> Tensor")
-def grouped_sum(a, scale, offs) -> Tensor:
+@typed_launcher
+def grouped_sum(a: Tensor, scale: Tensor | None, offs: Tensor) -> Tensor:
     E, N = offs.shape[0], a.shape[1]
     y = a.new_empty(E, N)
     launch(_sum, (E, cdiv(N, 64)), a, scale, y, offs, N, BLOCK_M=64, BLOCK_N=64, num_warps=4)

@@ -19,8 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core import launch_config, typed_launcher
 from liger_kernel.ops._core.operator import launch, launcher, tracing
+from liger_kernel.ops._core.schema import SymInt
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.grouped_mm import product_of_tile, reduced_precision, span_of
 
@@ -121,9 +122,8 @@ def _launch_rows(
     launch(_rows, grid, a, order, b, y, offs, E, K, N, top_k, scale, a.stride(0), *b.stride(), **flags, **tile)
 
 
-@launcher("(Tensor rows, Tensor? order, SymInt top_k, Tensor a, Tensor offs, float scale) -> Tensor")
-def thin_rows(rows, order, top_k, a, offs, scale) -> Tensor:
-    # a thin product may leave the range of fp16
+@typed_launcher
+def thin_rows(rows: Tensor, order: Tensor | None, top_k: SymInt, a: Tensor, offs: Tensor, scale: float) -> Tensor:
     dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype
     y = rows.new_empty(rows.shape[0] if order is None else order.shape[0], a.shape[1], dtype=dtype)
     _launch_rows(rows, order, top_k, a.mT, y, offs, scale, False)
@@ -135,8 +135,10 @@ def add_thin_(y, t, b, offs, scale) -> None:
     _launch_rows(t, None, 1, b, y, offs, scale, True)
 
 
-@launcher("(Tensor t, Tensor rows, Tensor? order, SymInt top_k, Tensor offs, float scale, ScalarType dtype) -> Tensor")
-def thin_outer(t, rows, order, top_k, offs, scale, dtype) -> Tensor:
+@typed_launcher
+def thin_outer(
+    t: Tensor, rows: Tensor, order: Tensor | None, top_k: SymInt, offs: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
     (M, r), N, E = t.shape, rows.shape[1], offs.shape[0]
     y = t.new_empty(E, r, N, dtype=dtype)
     if tracing(t):

@@ -11,7 +11,7 @@ product, and these are not stored.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,15 @@ from liger_kernel.ops._core.operator import descriptor, intercepted, launch, on_
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import act_of
 
-ExpertForm = tuple[str, bool, float, "float | None", float]  # act, interleaved, alpha, limit and offset, as in ``moe``
+
+class ExpertForm(NamedTuple):
+    """The activation of experts, as in ``moe``."""
+
+    act: str
+    interleaved: bool
+    alpha: float
+    limit: float | None
+    offset: float
 
 
 @jit

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core.operator import acc, launch, launcher, use_kernels
+from liger_kernel.ops._core import typed_launcher
+from liger_kernel.ops._core.operator import acc, launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 
 _BLOCK, _ROWS = 128, 32
@@ -59,8 +60,8 @@ def _row_norms(
     tl.store(norms_ptr + row, tl.sqrt_rn(tl.sum(total, 1)), mask=row < N)
 
 
-@launcher("(Tensor w, Tensor a, Tensor b, float scale) -> Tensor")
-def norms_of_rows(w, a, b, scale) -> Tensor:
+@typed_launcher
+def norms_of_rows(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """``row_norms`` in fp32; a and b in one dtype."""
     (N, K), rank, norms = w.shape, a.shape[0], w.new_empty(w.shape[0], dtype=torch.float32)
     block = max(16, next_power_of_2(rank))
@@ -87,16 +88,16 @@ def row_norms(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.cat([torch.linalg.vector_norm(s, dim=1) for s in sums])
 
 
-@launcher("(Tensor x, Tensor scale) -> Tensor")
-def scaled_columns(x, scale) -> Tensor:
+@typed_launcher
+def scaled_columns(x: Tensor, scale: Tensor) -> Tensor:
     """``x * scale`` in x's dtype; x (M, N) with contiguous rows, scale (N,)."""
     (M, N), y = x.shape, x.new_empty(x.shape)
     launch(_times_columns, (cdiv(N, 512), cdiv(M, 16)), x, scale, y, M, N, x.stride(0), ROWS=16, BLOCK=512, num_warps=4)
     return y
 
 
-@launcher("(Tensor a, Tensor b) -> Tensor")
-def column_sums(a, b) -> Tensor:
+@typed_launcher
+def column_sums(a: Tensor, b: Tensor) -> Tensor:
     """Partial sums (P, N) of ``a * b`` over the rows, in fp32; a and b (M, N) with contiguous
     rows."""
     M, N = a.shape

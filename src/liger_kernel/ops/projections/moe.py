@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
 from liger_kernel.ops._core.operator import (
     as_index,
     autocast_dtype,
@@ -38,6 +38,7 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
+from liger_kernel.ops._core.schema import fields_of
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, check_act
 from liger_kernel.ops.projections import grouped_tma
@@ -46,6 +47,7 @@ from liger_kernel.ops.projections.float8_blocks import Float8Blocks
 from liger_kernel.ops.projections.grouped_blocks import decoded_inside, grouped_mm_blocks
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_outer, grouped_sum
 from liger_kernel.ops.projections.grouped_thin import add_thin_, thin_outer, thin_rows
+from liger_kernel.ops.projections.grouped_tma import ExpertForm
 from liger_kernel.ops.projections.mxfp4 import MXFP4Experts, in_parts, product_in_parts
 from liger_kernel.ops.projections.weights import Weight
 
@@ -300,8 +302,8 @@ def _glu_bwd(
         tl.store(dw_ptr + i, dw.to(dw_ptr.dtype.element_ty), mask=row < M)
 
 
-@launcher("(Tensor index, int E) -> (Tensor order, Tensor position, Tensor offs)")
-def moe_route(index, E) -> tuple[Tensor, Tensor, Tensor]:
+@typed_launcher
+def moe_route(index: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     """The assignments, stably sorted by expert; the place of each assignment in that order; and
     the end of each expert's rows."""
     M, block_m = index.numel(), ROUTED if on_gpu(index) else 32
@@ -317,13 +319,10 @@ def moe_route(index, E) -> tuple[Tensor, Tensor, Tensor]:
     return order, position, offs
 
 
-_FORM = "str act, bool interleaved, float alpha, float? limit, float offset"
-
-
-@launcher(
-    "(Tensor x, Tensor index, Tensor order, Tensor position, Tensor offs, Tensor? bias) -> (Tensor y, Tensor dot)"
-)
-def moe_gather(x, index, order, position, offs, bias):
+@typed_launcher
+def moe_gather(
+    x: Tensor, index: Tensor, order: Tensor, position: Tensor, offs: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The row of x (T, H) for each assignment, and its product with ``bias`` (E, H) in fp32,
     which is empty without a bias."""
     M, (tokens, H), (K, E) = order.shape[0], x.shape, (index.shape[1], offs.shape[0])
@@ -342,8 +341,10 @@ def moe_gather(x, index, order, position, offs, bias):
     return y, dot
 
 
-@launcher("(Tensor y, Tensor index, Tensor position, Tensor offs, Tensor? w, Tensor? bias) -> Tensor")
-def moe_combine(y, index, position, offs, w, bias):
+@typed_launcher
+def moe_combine(
+    y: Tensor, index: Tensor, position: Tensor, offs: Tensor, w: Tensor | None, bias: Tensor | None
+) -> Tensor:
     (tokens, K), H = index.shape, y.shape[1]
     out = y.new_empty(tokens, H)
     if not tracing(y):
@@ -353,25 +354,28 @@ def moe_combine(y, index, position, offs, w, bias):
     return out
 
 
-@launcher(f"(Tensor h, Tensor? bias, Tensor index, Tensor order, Tensor offs, {_FORM}) -> Tensor")
-def moe_glu_fwd(h, bias, index, order, offs, act, interleaved, alpha, limit, offset):
+@typed_launcher
+def moe_glu_fwd(
+    h: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor, *form: ExpertForm
+) -> Tensor:
     M, n = h.shape[0], h.shape[1] // 2
     y = h.new_empty(M, n)
     if not tracing(h):
+        act, interleaved, *numbers = form
         c = launch_config.tile("moe_glu_fwd", n, h.itemsize, elements=2048, max_block_n=512)
-        grid, form = (cdiv(M, c.block_m), cdiv(n, c.block_n)), dict(INTERLEAVED=interleaved, ACT=act)
-        launch(_glu, grid, h, bias, order, index, offs, y, n, offs.shape[0], alpha, limit, offset, **form, **c.tile)
+        grid, how = (cdiv(M, c.block_m), cdiv(n, c.block_n)), dict(INTERLEAVED=interleaved, ACT=act)
+        launch(_glu, grid, h, bias, order, index, offs, y, n, offs.shape[0], *numbers, **how, **c.tile)
     return y
 
 
-@launcher(
-    "(Tensor x, Tensor gate_up, Tensor? bias, Tensor index, Tensor order, Tensor offs, bool need_h, "
-    f"{_FORM}) -> (Tensor h, Tensor y)"
-)
-def moe_up(x, gate_up, bias, index, order, offs, need_h, *form):
+@typed_launcher
+def moe_up(
+    x: Tensor, gate_up: Tensor, bias: Tensor | None, index: Tensor, order: Tensor, offs: Tensor, need_h: bool,
+    *form: ExpertForm,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """h, the product of sorted rows and gate_up, empty if it is not needed, and the activation:
     one kernel on Hopper, else two."""
-    (M, _), twice_n, interleaved = x.shape, gate_up.shape[1], form[1]
+    (M, _), twice_n, interleaved = x.shape, gate_up.shape[1], ExpertForm(*form).interleaved
     if tracing(x):
         return x.new_empty(M if need_h else 0, twice_n), x.new_empty(M, twice_n // 2)
     # the product and its activation in one kernel
@@ -386,7 +390,7 @@ def moe_up(x, gate_up, bias, index, order, offs, need_h, *form):
 
 @launcher(
     "(Tensor(a!) dy, Tensor(b!) h, Tensor? bias, Tensor index, Tensor order, Tensor offs, Tensor w, Tensor? dot, "
-    f"bool need_dh, bool need_wy, bool need_dw, {_FORM}) -> Tensor"
+    f"bool need_dh, bool need_wy, bool need_dw, {fields_of(ExpertForm)}) -> Tensor"
 )
 def moe_glu_bwd_(
     dy, h, bias, index, order, offs, w, dot, need_dh, need_wy, need_dw, act, interleaved, alpha, limit, offset

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import checks, launch_config
+from liger_kernel.ops._core import checks, launch_config, typed_launcher
 from liger_kernel.ops._core.operator import acc, launch, launcher, on_gpu, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.projections import grouped_tma
@@ -109,8 +109,8 @@ def _dense(blocks_ptr, scales_ptr, y_ptr, n_blocks, BLOCKS: tl.constexpr):
     tl.store(y_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@launcher("(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor")
-def dense_mxfp4(blocks, scales, dtype) -> Tensor:
+@typed_launcher
+def dense_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     E, N, G, half = blocks.shape
     y = blocks.new_empty(E, N, 2 * G * half, dtype=dtype)
     launch(_dense, (cdiv(E * N * G, 128),), blocks, scales, y, E * N * G, BLOCKS=128, num_warps=4)
@@ -175,8 +175,8 @@ def _rounded_sum(
 _SUM = dict(BLOCK_N=32, BYTES=64, BLOCK_R=16, num_warps=4)
 
 
-@launcher("(Tensor blocks, Tensor scales, Tensor b, Tensor a, ScalarType dtype) -> Tensor")
-def rounded_sum_mxfp4(blocks, scales, b, a, dtype) -> Tensor:
+@typed_launcher
+def rounded_sum_mxfp4(blocks: Tensor, scales: Tensor, b: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
     """Of the number W' of this storage nearest to W + b a, b (E, N, R) and a (E, R, K): its blocks, in uint8, or
     W' - b a in a floating ``dtype``."""
     (E, N, G, _), R, codes = blocks.shape, b.shape[2], dtype == torch.uint8

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import checks
-from liger_kernel.ops._core.operator import launch, launcher, use_kernels
+from liger_kernel.ops._core import checks, typed_launcher
+from liger_kernel.ops._core.operator import launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.float8 import E4
 from liger_kernel.ops.projections.mxfp4 import E2M1, codes_of_e2m1, e2m1, small_float
@@ -188,8 +188,10 @@ def _columns(
 _VALUES, _BLOCK, _COLS = 2048, 128, 512
 
 
-@launcher("(Tensor packed, Tensor scale, Tensor? zero, Tensor? divisor, int K, int bits, ScalarType dtype) -> Tensor")
-def dense_rows(packed, scale, zero, divisor, K, bits, dtype) -> Tensor:
+@typed_launcher
+def dense_rows(
+    packed: Tensor, scale: Tensor, zero: Tensor | None, divisor: Tensor | None, K: int, bits: int, dtype: torch.dtype
+) -> Tensor:
     y, group = packed.new_empty((packed.shape[0], K), dtype=dtype), K // scale.shape[1]
     block = math.gcd(group, _BLOCK)  # a power of 2
     count = _VALUES // block
@@ -200,11 +202,11 @@ def dense_rows(packed, scale, zero, divisor, K, bits, dtype) -> Tensor:
     return y
 
 
-@launcher(
-    "(Tensor words, Tensor zeros, Tensor scale, Tensor? index, int bits, int plus, bool awq, ScalarType dtype)"
-    " -> Tensor"
-)
-def dense_columns(words, zeros, scale, index, bits, plus, awq, dtype) -> Tensor:
+@typed_launcher
+def dense_columns(
+    words: Tensor, zeros: Tensor, scale: Tensor, index: Tensor | None, bits: int, plus: int, awq: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     (groups, N), each = scale.shape, 32 // bits
     K = words.shape[0] * (1 if awq else each)
     y, group, cols = words.new_empty((K, N), dtype=dtype), K // groups, min(next_power_of_2(N), _COLS)

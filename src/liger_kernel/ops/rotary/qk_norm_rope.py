@@ -18,8 +18,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T as T_, launch_config, nbytes, op  # T is the sequence length here
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable
+from liger_kernel.ops._core import (  # T is the sequence length here
+    Case,
+    Cost,
+    T as T_,
+    launch_config,
+    nbytes,
+    op,
+    typed_launcher,
+)
+from liger_kernel.ops._core.operator import launch, once_differentiable
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import CASTING, reference as rms_norm_reference
@@ -271,13 +279,11 @@ def _blocks(D: int, half: int) -> tuple[int, int]:
     return next_power_of_2(half), next_power_of_2(D - 2 * half)
 
 
-@launcher(
-    "(Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, bool heads_first, "
-    "float eps, float offset, str casting, bool pairs, str rope_casting) -> (Tensor yq, Tensor yk)"
-)
+@typed_launcher
 def qk_norm_rope_fwd(
-    q, k, wq, wk, cos, sin, position_ids, heads_first, eps, offset, casting, pairs, rope_casting
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
+    heads_first: bool, eps: float, offset: float, casting: str, pairs: bool, rope_casting: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q, k with unit column stride; all as for ``rope_turn``."""
     # as of two operators, the second of which takes what the first returns
     normed = [x.dtype if casting == "gemma" else torch.promote_types(x.dtype, w.dtype) for x, w in ((q, wq), (k, wk))]
@@ -301,14 +307,11 @@ def qk_norm_rope_fwd(
     return yq, yk
 
 
-@launcher(
-    "(Tensor dyq, Tensor dyk, Tensor q, Tensor k, Tensor wq, Tensor wk, Tensor cos, Tensor sin, Tensor? position_ids, "
-    "bool heads_first, float eps, float offset, bool pairs, bool need_dq, bool need_dk, bool need_dwq, bool need_dwk) "
-    "-> (Tensor dq, Tensor dk, Tensor dw)"
-)
+@typed_launcher
 def qk_norm_rope_bwd(
-    dyq, dyk, q, k, wq, wk, cos, sin, position_ids, heads_first, eps, offset, pairs,
-    need_dq, need_dk, need_dwq, need_dwk,
+    dyq: Tensor, dyk: Tensor, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor, cos: Tensor, sin: Tensor,
+    position_ids: Tensor | None, heads_first: bool, eps: float, offset: float, pairs: bool, need_dq: bool,
+    need_dk: bool, need_dwq: bool, need_dwk: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, and dwq and dwk side by side in their common dtype; gradients that are not needed
     are empty."""

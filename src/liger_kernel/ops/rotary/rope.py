@@ -25,8 +25,17 @@ import torch
 from torch import Tensor
 
 from liger_kernel._private import apply_node
-from liger_kernel.ops._core import Case, Cost, T as T_, acc, launch_config, nbytes, op  # T is the sequence length here
-from liger_kernel.ops._core.operator import KERNEL_DTYPES, launch, launcher, once_differentiable, use_kernels
+from liger_kernel.ops._core import (  # T is the sequence length here
+    Case,
+    Cost,
+    T as T_,
+    acc,
+    launch_config,
+    nbytes,
+    op,
+    typed_launcher,
+)
+from liger_kernel.ops._core.operator import KERNEL_DTYPES, launch, once_differentiable, use_kernels
 from liger_kernel.ops._core.tl import jit, mask_of, next_power_of_2, store_tile, tl
 
 # of Llama and most others; of Cohere, GLM and Llama 4
@@ -274,13 +283,11 @@ def fusing(rounds: bool) -> dict[str, bool]:
     return {"enable_fp_fusion": not rounds}
 
 
-@launcher(
-    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool heads_first, bool pairs, bool rounds, "
-    "bool inverse, ScalarType q_dtype, ScalarType k_dtype) -> (Tensor yq, Tensor yk)"
-)
+@typed_launcher
 def rope_turn(
-    q, k, cos, sin, position_ids, heads_first, pairs, rounds, inverse, q_dtype, k_dtype
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, heads_first: bool, pairs: bool,
+    rounds: bool, inverse: bool, q_dtype: torch.dtype, k_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q, k (B, H, T, D), or (B, T, H, D) without ``heads_first``; cos, sin as for ``rope``, or
     tables (1, L, R/2) with position_ids (B, T).
 

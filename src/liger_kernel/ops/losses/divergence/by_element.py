@@ -156,8 +156,8 @@ def derived(x, y, beta, KIND: tl.constexpr):
 class PairFunction(torch.autograd.Function):
     """``apply(launchers, x, y, labels, norm, out, *numbers)``: a loss of x and y (..., V).
 
-    ``launchers``: ``fwd(x, y, labels, norm, out, *numbers, need_dx, need_dy)`` -> loss, dx, dy and
-    ``bwd(g, x, y, labels, *numbers, need_dx, need_dy)`` -> dx, dy. ``out``: "elements" (M, V),
+    ``launchers``: ``fwd(x, y, labels, norm, out, need_dx, need_dy, *numbers)`` -> loss, dx, dy and
+    ``bwd(g, x, y, labels, need_dx, need_dy, *numbers)`` -> dx, dy. ``out``: "elements" (M, V),
     "rows" (M,) or "sum", divided by ``norm``. A sum leaves its gradients behind, others the inputs.
     """
 
@@ -167,7 +167,7 @@ class PairFunction(torch.autograd.Function):
         ctx.need, ctx.numbers, ctx.shape, ctx.reduced = ctx.needs_input_grad[1:3], numbers, x.shape, out == "sum"
         # kernels read rows; views where the strides allow it
         x2, y2, rows = rows_of(x), rows_of(y), None if labels is None else labels.reshape(-1)
-        loss, dx, dy = fwd(x2, y2, rows, norm, out, *numbers, *(ctx.need if ctx.reduced else (False, False)))
+        loss, dx, dy = fwd(x2, y2, rows, norm, out, *(ctx.need if ctx.reduced else (False, False)), *numbers)
         if ctx.reduced:
             # fp16 gradients of a mean would underflow before a loss scaler reaches them: ``fwd``
             # has not divided them yet
@@ -185,7 +185,7 @@ class PairFunction(torch.autograd.Function):
         else:
             x, y, labels = ctx.saved_tensors
             g = g.reshape(x.shape if g.shape == ctx.shape else -1)
-            grads = ctx.bwd(g, x, y, labels, *ctx.numbers, *ctx.need)
+            grads = ctx.bwd(g, x, y, labels, *ctx.need, *ctx.numbers)
         dx, dy = (d.view(ctx.shape) if need else None for d, need in zip(grads, ctx.need))
         return None, dx, dy, *(None,) * (3 + len(ctx.numbers))
 

@@ -30,7 +30,6 @@ from liger_kernel.ops.losses.divergence.by_element import (
     online,
     times,
 )
-from liger_kernel.ops.losses.numbers import schema_of
 
 LOGIT_KINDS = ("jsd", "forward_kl", "reverse_kl", "tvd")
 KINDS = (*LOGIT_KINDS, "cosine")
@@ -80,9 +79,6 @@ def entropy_of(z: Tensor, temperature: float) -> Tensor:
     """The entropy of each row of logits z (..., V), without gradient."""
     log_p = (z.detach().to(acc(z.dtype)) / temperature).log_softmax(-1)
     return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
-
-
-DISTILLATION_SCHEMA = schema_of(Distillation)
 
 
 def _topk_forward_kl(z: Tensor, log_p: Tensor, index: Tensor, temperature: float, tail: bool) -> Tensor:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import checks
-from liger_kernel.ops._core.operator import Case, Cost, T, computed, launcher, nbytes, once_differentiable, op, rows_of
+from liger_kernel.ops._core import checks, typed_launcher
+from liger_kernel.ops._core.operator import Case, Cost, T, computed, nbytes, once_differentiable, op, rows_of
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check, reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.by_element import have_kernels
@@ -41,13 +41,15 @@ def _both(student: Tensor, teacher: Tensor, target: Tensor, ignore_index: int, *
     return ce, tvd
 
 
-@launcher("(Tensor student, Tensor teacher, Tensor target, int ignore_index) -> (Tensor ce, Tensor tvd)")
-def fused_ce_tvd_fwd(student, teacher, target, ignore_index):
+@typed_launcher
+def fused_ce_tvd_fwd(student: Tensor, teacher: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     return _both(student, teacher, target, ignore_index)
 
 
-@launcher("(Tensor g_ce, Tensor g_tvd, Tensor student, Tensor teacher, Tensor target, int ignore_index) -> Tensor dz")
-def fused_ce_tvd_bwd(g_ce, g_tvd, student, teacher, target, ignore_index):
+@typed_launcher
+def fused_ce_tvd_bwd(
+    g_ce: Tensor, g_tvd: Tensor, student: Tensor, teacher: Tensor, target: Tensor, ignore_index: int
+) -> Tensor:
     """The student's gradient for upstream gradients (M,) of both losses."""
     dz = student.new_empty(student.shape)
     # the losses again, too: they cost no traffic, the normalisers are needed

@@ -34,12 +34,12 @@ from liger_kernel.ops._core import Case, Cost, T, acc, checks, launcher, nbytes,
 from liger_kernel.ops._core.operator import as_index, on_gpu, only_pytorch, rows_of
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled, scaled_rows
+from liger_kernel.ops._core.schema import fields_of
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, only_hidden, regathered
 from liger_kernel.ops.losses.cross_entropy import items, targets
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS, check, reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.by_element import counted, probs
 from liger_kernel.ops.losses.divergence.distillation import (
-    DISTILLATION_SCHEMA,
     KINDS,
     Distillation,
     capped,
@@ -85,8 +85,9 @@ def reference(
 _N = len(Distillation._fields)
 _IN = (
     "Tensor x, Tensor w, Tensor? bias, Tensor? teacher_x, Tensor? teacher_w, Tensor? teacher_bias, "
-    f"Tensor? teacher_logits, Tensor? log_probs, Tensor? indices, Tensor? target, Tensor? kept, {DISTILLATION_SCHEMA}, "
-    "ScalarType? accum_dtype, int? chunk_rows, bool fp32_logits, bool need_dx, bool need_dw, bool need_db"
+    "Tensor? teacher_logits, Tensor? log_probs, Tensor? indices, Tensor? target, Tensor? kept, "
+    f"{fields_of(Distillation)}, ScalarType? accum_dtype, int? chunk_rows, "
+    "bool fp32_logits, bool need_dx, bool need_dw, bool need_db"
 )
 
 

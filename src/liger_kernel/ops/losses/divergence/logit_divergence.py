@@ -29,8 +29,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import checks
-from liger_kernel.ops._core.operator import Case, Cost, T, computed, launcher, op
+from liger_kernel.ops._core import checks, typed_launcher
+from liger_kernel.ops._core.operator import Case, Cost, T, computed, op
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence.by_element import (
     PairFunction,
@@ -41,13 +41,7 @@ from liger_kernel.ops.losses.divergence.by_element import (
     moved,
     without_graph,
 )
-from liger_kernel.ops.losses.divergence.distillation import (
-    DISTILLATION_SCHEMA,
-    LOGIT_KINDS,
-    Distillation,
-    row_kernel,
-    soft_losses,
-)
+from liger_kernel.ops.losses.divergence.distillation import LOGIT_KINDS, Distillation, row_kernel, soft_losses
 
 
 def reference(student, teacher, shift_labels, *, kind, beta, temperature, ignore_index, reduction):
@@ -58,7 +52,7 @@ def reference(student, teacher, shift_labels, *, kind, beta, temperature, ignore
     return loss.sum() if reduction == "sum" else loss
 
 
-def _rows(student, teacher, labels, norm, g, numbers, need):
+def _rows(student, teacher, labels, norm, g, need, numbers):
     """Losses of rows (M,), and the gradients of student and teacher, empty if they are not
     needed."""
     s, out = Distillation(*numbers), student.new_empty(student.shape[0], dtype=torch.float32)
@@ -75,25 +69,25 @@ def _rows(student, teacher, labels, norm, g, numbers, need):
     return out, ds, dt
 
 
-_NUMBERS = f"{DISTILLATION_SCHEMA}, bool need_ds, bool need_dt"
-
-
-@launcher(
-    f"(Tensor student, Tensor teacher, Tensor? labels, Tensor? norm, str out, {_NUMBERS}) -> "
-    "(Tensor loss, Tensor ds, Tensor dt)"
-)
-def logit_divergence_fwd(student, teacher, labels, norm, out, *numbers):
+@typed_launcher
+def logit_divergence_fwd(
+    student: Tensor, teacher: Tensor, labels: Tensor | None, norm: Tensor | None, out: str, need_ds: bool,
+    need_dt: bool, *numbers: Distillation,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The losses of rows, or with ``out`` "sum" their sum divided by ``norm``, and gradients, as
     ``PairFunction`` has them."""
     half = torch.float16 in (student.dtype, teacher.dtype)
-    loss, *grads = _rows(student, teacher, labels, None if half else norm, None, numbers[:-2], numbers[-2:])
+    loss, *grads = _rows(student, teacher, labels, None if half else norm, None, (need_ds, need_dt), numbers)
     return loss if out == "rows" else loss.sum() if norm is None else loss.sum() / norm, *grads
 
 
-@launcher(f"(Tensor g, Tensor student, Tensor teacher, Tensor? labels, {_NUMBERS}) -> (Tensor ds, Tensor dt)")
-def logit_divergence_bwd(g, student, teacher, labels, *numbers):
+@typed_launcher
+def logit_divergence_bwd(
+    g: Tensor, student: Tensor, teacher: Tensor, labels: Tensor | None, need_ds: bool, need_dt: bool,
+    *numbers: Distillation,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients for upstream gradients g (M,)."""
-    return _rows(student, teacher, labels, None, g, numbers[:-2], numbers[-2:])[1:]
+    return _rows(student, teacher, labels, None, g, (need_ds, need_dt), numbers)[1:]
 
 
 def _pair(M: int, V: int, grad: bool = True) -> dict[str, T]:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core import launch_config, typed_launcher
 from liger_kernel.ops._core.impl import only_ours
 from liger_kernel.ops._core.invariance import is_invariant
-from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, launcher, op, tracing
+from liger_kernel.ops._core.operator import Case, Cost, T, acc, launch, op, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence.by_element import (
@@ -92,7 +92,7 @@ def _dense(
         tl.store(loss_ptr + program, tl.sum(total, axis=0))
 
 
-def _launch(losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_dx, need_dy):
+def _launch(losses, x, y, labels, norm, g, need_dx, need_dy, kind, beta, eps, ignore_index):
     """losses ("elements": (M, V); "sums": of parts of rows, (M, splits); "": none), dx and dy,
     empty if they are not needed."""
     M, V = x.shape
@@ -116,16 +116,15 @@ def _launch(losses, x, y, labels, norm, g, kind, beta, eps, ignore_index, need_d
     return loss, dx, dy
 
 
-_NUMBERS = "str kind, float beta, float eps, int ignore_index, bool need_dx, bool need_dy"
-
-
-@launcher(
-    f"(Tensor x, Tensor y, Tensor? labels, Tensor? norm, str out, {_NUMBERS}) -> (Tensor loss, Tensor dx, Tensor dy)"
-)
-def divergence_fwd(x, y, labels, norm, out, *numbers):
+@typed_launcher
+def divergence_fwd(
+    x: Tensor, y: Tensor, labels: Tensor | None, norm: Tensor | None, out: str, need_dx: bool, need_dy: bool,
+    kind: str, beta: float, eps: float, ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss and gradients of rows x and y (M, V), as ``PairFunction`` has them."""
     half = torch.float16 in (x.dtype, y.dtype)
     losses = "elements" if out == "elements" else "sums"
+    numbers = need_dx, need_dy, kind, beta, eps, ignore_index
     loss, dx, dy = _launch(losses, x, y, labels, None if half else norm, None, *numbers)
     # the parts of each row
     if out == "rows":
@@ -135,11 +134,14 @@ def divergence_fwd(x, y, labels, norm, out, *numbers):
     return loss, dx, dy
 
 
-@launcher(f"(Tensor g, Tensor x, Tensor y, Tensor? labels, {_NUMBERS}) -> (Tensor dx, Tensor dy)")
-def divergence_bwd(g, x, y, labels, *numbers):
+@typed_launcher
+def divergence_bwd(
+    g: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, need_dx: bool, need_dy: bool, kind: str, beta: float,
+    eps: float, ignore_index: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx and dy for upstream gradients g, (M, V) of any strides or (M,)."""
     g = g if g.ndim == 2 else g[:, None].expand(x.shape)
-    return _launch("", x, y, labels, None, g, *numbers)[1:]
+    return _launch("", x, y, labels, None, g, need_dx, need_dy, kind, beta, eps, ignore_index)[1:]
 
 
 def _divergence(x: Tensor, y: Tensor, *how) -> Tensor:

@@ -39,12 +39,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, checks, launch_config, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core import Case, Cost, T, checks, launch_config, nbytes, once_differentiable, op, typed_launcher
 from liger_kernel.ops._core.operator import computed, launch, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, log, tl
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check, transformed, transformed_logits
-from liger_kernel.ops.losses.numbers import schema_of
 
 if dist.is_available():
     from torch.distributed._functional_collectives import all_gather_tensor
@@ -81,9 +80,6 @@ class Part(NamedTuple):
         """e and K of the formula."""
         K = N if self.mode == "partition" else self.V
         return self.label_smoothing * (K / (K - 1) if self.formula == "megatron" and self.label_smoothing else 1.0), K
-
-
-PART_SCHEMA = schema_of(Part)
 
 
 def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
@@ -368,8 +364,8 @@ def row_grad(z, target, s: Part, top, total, dz, *, bias=None, g=None, norm=None
     launch(_grad, (M * cdiv(N, c.block_n),), z, *tensors, N, *strides, *numbers, **c.row)
 
 
-@launcher(f"(Tensor z, Tensor target, {PART_SCHEMA}) -> (Tensor loss, Tensor top, Tensor total)")
-def vocab_parallel_cross_entropy_fwd(z: Tensor, target: Tensor, *numbers) -> tuple[Tensor, Tensor, Tensor]:
+@typed_launcher
+def vocab_parallel_cross_entropy_fwd(z: Tensor, target: Tensor, *numbers: Part) -> tuple[Tensor, Tensor, Tensor]:
     loss, top, total = (z.new_empty(z.shape[0], dtype=torch.float32) for _ in range(3))
     if not tracing(z):
         s = Part(*numbers)
@@ -378,9 +374,9 @@ def vocab_parallel_cross_entropy_fwd(z: Tensor, target: Tensor, *numbers) -> tup
     return loss, top, total
 
 
-@launcher(f"(Tensor g, Tensor z, Tensor target, Tensor top, Tensor total, {PART_SCHEMA}) -> Tensor dz")
+@typed_launcher
 def vocab_parallel_cross_entropy_bwd(
-    g: Tensor, z: Tensor, target: Tensor, top: Tensor, total: Tensor, *numbers
+    g: Tensor, z: Tensor, target: Tensor, top: Tensor, total: Tensor, *numbers: Part
 ) -> Tensor:
     dz = z.new_empty(z.shape)
     if not tracing(z):

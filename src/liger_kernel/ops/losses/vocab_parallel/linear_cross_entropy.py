@@ -37,13 +37,13 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.products import add_mm
 from liger_kernel.ops._core.reduce import divided, scaled
+from liger_kernel.ops._core.schema import fields_of
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.losses.chunks import HeadLoop, auto_chunk_rows, dtype_of_dw, rounded_sums
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
 from liger_kernel.ops.losses.linear_cross_entropy import check_head, needed, promoted
 from liger_kernel.ops.losses.vocab_parallel.cross_entropy import (
-    PART_SCHEMA,
     Part,
     gathered,
     merge,
@@ -157,7 +157,7 @@ def _chunks(
 
 
 _IN = (
-    f"Tensor x, Tensor w, Tensor target, Tensor? bias, {PART_SCHEMA}, bool sum_dx, ScalarType? accum_dtype, int? "
+    f"Tensor x, Tensor w, Tensor target, Tensor? bias, {fields_of(Part)}, bool sum_dx, ScalarType? accum_dtype, int? "
     "chunk_rows, bool need_dx, bool need_dw, bool need_db"
 )
 _N = len(Part._fields)

@@ -173,12 +173,8 @@ class LigerAttnResFunction(torch.autograd.Function):
         needed = list(ctx.needs_input_grad[:3])
         v, w_query, w_norm, *stats = ctx.saved_tensors
         dv, dq, dn = attn_res_bwd(rows_of(dh), v, w_query, w_norm, stats, needed)
-        return (
-            dv.transpose(0, 1).reshape(ctx.shape) if needed[0] else None,
-            dq if needed[1] else None,
-            dn if needed[2] else None,
-            None,
-        )
+        grads = dv.transpose(0, 1).reshape(ctx.shape) if needed[0] else None, dq, dn
+        return *(g if need else None for g, need in zip(grads, needed)), None
 
 
 def _tensors(*shape: int, dtype: torch.dtype | None = None) -> dict[str, T]:

@@ -113,15 +113,13 @@ def dyt_bwd(
     blocks = cdiv(N, c.block_n)
     programs = max(1, min(cdiv(4 * c.per_sm * launch_config.processors(), max(blocks, 1)), cdiv(M, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
-    partials = lambda need, *shape: x.new_empty(shape if need else 0, dtype=torch.float32)
     a = x.new_empty(programs * blocks if need_dalpha else 0, dtype=torch.float64)
-    g, b = partials(need_dgamma, programs, N), partials(need_dbeta, programs, N)
+    g, b = (x.new_empty((programs, N) if need else 0, dtype=torch.float32) for need in (need_dgamma, need_dbeta))
     needs = dict(NEED_DX=need_dx, NEED_DALPHA=need_dalpha, NEED_DGAMMA=need_dgamma, NEED_DBETA=need_dbeta)
     numbers = M, N, dy.stride(0), x.stride(0)
     launch(_bwd, (programs * blocks,), dy, x, alpha, gamma, dx, a, g, b, *numbers, **needs, STAGES=c.stages, **c.tile)
-    summed = lambda need, partials, like: column_sum(partials, like.dtype) if need else x.new_empty(0)
     dalpha = a.sum().to(alpha.dtype).view(1) if need_dalpha else x.new_empty(0)
-    return dx, dalpha, summed(need_dgamma, g, gamma), summed(need_dbeta, b, beta)
+    return dx, dalpha, column_sum(g, gamma.dtype), b if beta is None else column_sum(b, beta.dtype)
 
 
 class LigerDyTFunction(torch.autograd.Function):

@@ -282,14 +282,8 @@ class LigerGroupNormFunction(torch.autograd.Function):
         dtype = torch.promote_types(w_dtype, b_dtype) if w_dtype else x.dtype
         dx, dwb = group_norm_bwd(dy.contiguous(), x, ctx.num_groups, w, mean, rstd, need_dx, need_dw, need_db, dtype)
         C = x.shape[1]
-        return (
-            dx if need_dx else None,
-            dwb[:C].to(w_dtype) if need_dw else None,
-            dwb[-C:].to(b_dtype) if need_db else None,
-            None,
-            None,
-            None,
-        )
+        dw, db = dwb[:C].to(w_dtype) if need_dw else None, dwb[-C:].to(b_dtype) if need_db else None
+        return dx if need_dx else None, dw, db, None, None, None
 
 
 def _shifted(*shape: int, dtype: torch.dtype) -> Tensor:

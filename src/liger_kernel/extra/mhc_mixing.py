@@ -186,12 +186,9 @@ class LigerMHCPostResFunction(torch.autograd.Function):
         need_dx, need_df, need_dp, need_da = ctx.needs_input_grad
         dx, da, df, dp = mhc_mix_bwd(_streams(dy), *ctx.saved_tensors, [need_dx, need_da, need_df, need_dp])
         outer, (H, C) = ctx.shape[:-2], ctx.shape[-2:]
-        return (
-            dx.view(ctx.shape) if need_dx else None,
-            df.view(*outer, C) if need_df else None,
-            dp.view(*outer, H) if need_dp else None,
-            da.view(*outer, H, H) if need_da else None,
-        )
+        shapes = (*outer, H, C), (*outer, C), (*outer, H), (*outer, H, H)
+        found = zip((dx, df, dp, da), shapes, ctx.needs_input_grad)
+        return tuple([d.view(shape) if need else None for d, shape, need in found])
 
 
 @op(

@@ -174,16 +174,8 @@ def modulated_rms_norm_fwd(
     M, N = x.shape
     y, rstd = x.new_empty(M, N), x.new_empty(M, dtype=torch.float32)
     c = launch_config.tile("modulated_rms_norm_fwd", N, x.itemsize, elements=4096)
-    numbers = (
-        M,
-        N,
-        M // max(scale.shape[0], 1),
-        x.stride(0),
-        scale.stride(0),
-        0 if shift is None else shift.stride(0),
-        eps,
-        offset,
-    )
+    strides = x.stride(0), scale.stride(0), 0 if shift is None else shift.stride(0)
+    numbers = M, N, M // max(scale.shape[0], 1), *strides, eps, offset
     launch(_fwd, (cdiv(M, c.block_m),), x, w, scale, shift, y, rstd, *numbers, CASTING=casting, **c.tile)
     return y, rstd
 
@@ -201,9 +193,8 @@ def modulated_rms_norm_bwd(
     # half of rms_norm's tile: 32 numbers per thread and a scale for each row do not fit in the
     # registers of sm90
     c = launch_config.tile("modulated_rms_norm_bwd", N, x.itemsize, elements=4096, pipelined=2)
-    programs = max(
-        1, min(cdiv(2 * launch_config.processors() * c.per_sm, max(samples, 1)), cdiv(R, c.block_m))
-    )  # of a sample
+    # of a sample
+    programs = max(1, min(cdiv(2 * launch_config.processors() * c.per_sm, max(samples, 1)), cdiv(R, c.block_m)))
     dx = x.new_empty((M, N) if need_dx else 0)
     dscale = scale.new_empty((S, N) if need_dscale else 0)
     dshift = x.new_empty((S, N) if need_dshift else 0, dtype=shift)
@@ -246,13 +237,8 @@ class LigerModulatedRMSNormFunction(torch.autograd.Function):
             rows_of(dy), x, w, scale, rstd, ctx.offset, *needs[:3], ctx.shift_dtype if needs[3] else None
         )
         shapes = dy.shape, w if w is None else w.shape, ctx.scale_shape, ctx.shift_shape
-        return (
-            *(g.view(shape) if need else None for g, shape, need in zip(grads, shapes, needs)),
-            None,
-            None,
-            None,
-            None,
-        )
+        found = [g.view(shape) if need else None for g, shape, need in zip(grads, shapes, needs)]
+        return *found, None, None, None, None
 
 
 def check_rows(x: Tensor, scale: Tensor) -> None:
@@ -269,8 +255,8 @@ def check_rows(x: Tensor, scale: Tensor) -> None:
         )
 
 
-def _tensors(x: tuple[int, ...], scale: tuple[int, ...]) -> dict[str, T]:
-    return dict(x=T(x), scale=T(scale), shift=T(scale), w=T(x[-1:]))
+def _tensors(x: tuple[int, ...], scale: tuple[int, ...], dtype: torch.dtype | None = None) -> dict[str, T]:
+    return dict(x=T(x), scale=T(scale, dtype=dtype), shift=T(scale, dtype=dtype), w=T(x[-1:]))
 
 
 @op(
@@ -282,15 +268,9 @@ def _tensors(x: tuple[int, ...], scale: tuple[int, ...]) -> dict[str, T]:
         Case("no-shift", dict(x=T((2, 5, 64)), scale=T((2, 1, 64)), w=T((64,)), offset=1.0, casting="gemma")),
         Case("no-weight", dict(x=T((2, 19, 700)), scale=T((2, 700)), shift=T((2, 700)), casting="none")),
         Case("token-plain", dict(x=T((9, 40)), scale=T((9, 40)), shift=T((9, 40)), casting="gemma")),
-        Case(
-            "fp32-scale",
-            dict(
-                x=T((6, 64)), scale=T((2, 64), dtype=torch.float32), shift=T((2, 64), dtype=torch.float32), w=T((64,))
-            ),
-        ),
-        Case(
-            "one-column", dict(_tensors((5, 1), (1, 1)), eps=0.5)
-        ),  # with a small eps, only rounding error would remain
+        Case("fp32-scale", _tensors((6, 64), (2, 64), dtype=torch.float32)),
+        # with a small eps, only rounding error would remain
+        Case("one-column", dict(_tensors((5, 1), (1, 1)), eps=0.5)),
     ],
     cost=lambda x, scale, shift=None, w=None, **_: Cost(
         nbytes(x, x, scale, shift, w), nbytes(x, x, x, scale, scale, shift, w, w), flops=(6 * x.numel(), 13 * x.numel())

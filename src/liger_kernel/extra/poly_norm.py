@@ -248,12 +248,9 @@ def poly_norm_bwd(
     dx = x.new_empty((M, N) if need_dx else 0)
     partials = x.new_empty(programs, 3 * need_dw + need_db, dtype=torch.float32)
     needs = dict(NEED_DX=need_dx, NEED_DW=need_dw, NEED_DB=need_db)
-    if wide:
-        numbers = M, N, dy.stride(0), x.stride(0)
-        launch(_bwd_wide, (programs,), dy, x, w, stats, dx, partials, *numbers, **needs, BLOCK_N=2048, num_warps=8)
-    else:
-        numbers = M, N, dy.stride(0), x.stride(0)
-        launch(_bwd, (programs,), dy, x, w, stats, dx, partials, *numbers, **needs, STAGES=c.stages, **c.tile)
+    kernel, tile = (_bwd_wide, dict(BLOCK_N=2048, num_warps=8)) if wide else (_bwd, dict(STAGES=c.stages, **c.tile))
+    numbers = M, N, dy.stride(0), x.stride(0)
+    launch(kernel, (programs,), dy, x, w, stats, dx, partials, *numbers, **needs, **tile)
     return dx, column_sum(partials, torch.float32)
 
 
@@ -275,13 +272,8 @@ class LigerPolyNormFunction(torch.autograd.Function):
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         dx, dwb = poly_norm_bwd(rows_of(dy), x, w, stats, need_dx, need_dw, need_db)
         dw = dwb[:3].to(w.dtype) if need_dw else None
-        return (
-            dx.view(dy.shape) if need_dx else None,
-            dw,
-            dwb[-1:].view(ctx.b_shape).to(ctx.b_dtype) if need_db else None,
-            None,
-            None,
-        )
+        db = dwb[-1:].view(ctx.b_shape).to(ctx.b_dtype) if need_db else None
+        return dx.view(dy.shape) if need_dx else None, dw, db, None, None
 
 
 def _tensors(*shape: int) -> dict[str, T]:

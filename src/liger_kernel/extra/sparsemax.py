@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.extra.softmax import check, launch_bwd, launch_fwd, load_part
+from liger_kernel.extra.softmax import CASES, check, launch_bwd, launch_fwd, load_part
 from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op, typed_launcher
 from liger_kernel.ops._core.operator import once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import div, jit, load_tile, store_tile, tile_at, tl
@@ -171,15 +171,7 @@ class LigerSparsemaxFunction(torch.autograd.Function):
 
 @op(
     reference=reference,
-    cases=[
-        Case("attention", dict(x=T((2, 3, 9, 64)))),
-        Case("odd", dict(x=T((5, 123)))),
-        Case("dense", dict(x=T((5, 70), lambda *shape, dtype: torch.randn(*shape, dtype=dtype) / 128))),
-        Case("heads", dict(x=T((3, 7, 5)), dim=1)),
-        Case("columns", dict(x=T((6, 9)), dim=0)),
-        Case("one-column", dict(x=T((5, 1)))),
-        Case("long", dict(x=T((3, 33001)))),
-    ],
+    cases=[*CASES, Case("dense", dict(x=T((5, 70), lambda *shape, dtype: torch.randn(*shape, dtype=dtype) / 128)))],
     cost=lambda x, **_: Cost(nbytes(x, x), nbytes(x, x, x), flops=(4 * x.numel(), 3 * x.numel())),
 )
 def sparsemax(x: Tensor, *, dim: int = -1) -> Tensor:

@@ -28,7 +28,7 @@ def _column_sum(x_ptr, y_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 
 def column_sum(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of (P, N) fp32 ``partials`` over P in a fixed order, as (N,) of ``dtype``: one launch.
-    Called by launchers. (N,) are sums already."""
+    Called by launchers. (N,) are sums already, and (0,) one that is not needed."""
     if partials.ndim == 1:
         return partials
     P, N = partials.shape

@@ -160,7 +160,7 @@ def gated_rms_norm_bwd(
     flags = dict(NEED_DX=need_dx, NEED_DGATE=need_dgate, NEED_DW=need_dw, STAGES=c.stages)
     how = dict(ACT=act, GATE_FIRST=gate_first) | c.tile
     launch(_bwd, (programs, groups), dy, x, gate, w, rstd, dx, dgate, partials, *numbers, **flags, **how)
-    return dx, dgate, column_sum(partials, w.dtype) if need_dw else x.new_empty(0)
+    return dx, dgate, column_sum(partials, w.dtype)
 
 
 class GatedRMSNormFunction(torch.autograd.Function):

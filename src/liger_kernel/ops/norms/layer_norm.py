@@ -226,20 +226,24 @@ def _shifted(*shape: int, dtype: torch.dtype) -> Tensor:
     return 300 + torch.randn(*shape, dtype=dtype)
 
 
+def _tensors(*shape: int) -> dict[str, T]:
+    return dict(x=T(shape), w=T(shape[-1:]), b=T(shape[-1:]))
+
+
 @op(
     reference=reference,
     cases=[
-        Case("vit", dict(x=T((2, 17, 192)), w=T((192,)), b=T((192,)), eps=1e-6)),
+        Case("vit", dict(_tensors(2, 17, 192), eps=1e-6)),
         Case("no-bias", dict(x=T((3, 9, 64)), w=T((64,)))),
-        Case("odd", dict(x=T((7, 123)), w=T((123,)), b=T((123,)))),
-        Case("many-rows", dict(x=T((301, 72)), w=T((72,)), b=T((72,)))),
-        Case("large-mean", dict(x=T((6, 160), draw=_shifted), w=T((160,)), b=T((160,)))),
+        Case("odd", _tensors(7, 123)),
+        Case("many-rows", _tensors(301, 72)),
+        Case("large-mean", dict(_tensors(6, 160), x=T((6, 160), draw=_shifted))),
         # with a small eps, only rounding error would remain
-        Case("two-columns", dict(x=T((5, 2)), w=T((2,)), b=T((2,)), eps=0.5)),
+        Case("two-columns", dict(_tensors(5, 2), eps=0.5)),
         Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32), b=T((64,), dtype=torch.float32))),
-        Case("fp32-bias", dict(x=T((5, 64)), w=T((64,)), b=T((64,), dtype=torch.float32))),
-        Case("wide-backward", dict(x=T((3, BWD_N + 5)), w=T((BWD_N + 5,)), b=T((BWD_N + 5,)))),
-        Case("wide", dict(x=T((2, FWD_N + 77)), w=T((FWD_N + 77,)), b=T((FWD_N + 77,)))),
+        Case("fp32-bias", dict(_tensors(5, 64), b=T((64,), dtype=torch.float32))),
+        Case("wide-backward", _tensors(3, BWD_N + 5)),
+        Case("wide", _tensors(2, FWD_N + 77)),
     ],
     cost=lambda x, w=None, b=None, **_: Cost(
         nbytes(x, x, w, b), nbytes(x, x, x, w, w, b), flops=(6 * x.numel(), 14 * x.numel())

@@ -80,22 +80,26 @@ class LigerRMSNormFunction(torch.autograd.Function):
         return dx.view(dy.shape) if need_dx else None, dw if need_dw else None, None, None, None, None, None
 
 
+def _tensors(*shape: int) -> dict[str, T]:
+    return dict(x=T(shape), w=T(shape[-1:]))
+
+
 @op(
     reference=reference,
     cases=[
-        Case("llama", dict(x=T((48, 256)), w=T((256,)))),
-        Case("gemma", dict(x=T((2, 17, 224)), w=T((224,)), offset=1.0, casting="gemma")),
-        Case("olmo2", dict(x=T((3, 5, 96)), w=T((96,)), casting="gemma")),
-        Case("offset", dict(x=T((9, 64)), w=T((64,)), offset=1.0, eps=1e-5)),
-        Case("no-upcast", dict(x=T((9, 64)), w=T((64,)), casting="none")),
-        Case("qk-norm", dict(x=T((2, 9, 4, 32)), w=T((32,)))),
+        Case("llama", _tensors(48, 256)),
+        Case("gemma", dict(_tensors(2, 17, 224), offset=1.0, casting="gemma")),
+        Case("olmo2", dict(_tensors(3, 5, 96), casting="gemma")),
+        Case("offset", dict(_tensors(9, 64), offset=1.0, eps=1e-5)),
+        Case("no-upcast", dict(_tensors(9, 64), casting="none")),
+        Case("qk-norm", _tensors(2, 9, 4, 32)),
         Case("no-weight", dict(x=T((5, 3, 64)), w=None)),
         Case("deepseek-v4-unweighted", dict(x=T((5, 3, 64)), w=None, casting="none")),
-        Case("odd", dict(x=T((5, 123)), w=T((123,)))),
+        Case("odd", _tensors(5, 123)),
         # with a small eps, only rounding error would remain
-        Case("one-column", dict(x=T((5, 1)), w=T((1,)), eps=0.5)),
-        Case("fp32-weight", dict(x=T((5, 64)), w=T((64,), dtype=torch.float32))),
-        Case("wide", dict(x=T((2, MAX_N + 77)), w=T((MAX_N + 77,)))),
+        Case("one-column", dict(_tensors(5, 1), eps=0.5)),
+        Case("fp32-weight", dict(_tensors(5, 64), w=T((64,), dtype=torch.float32))),
+        Case("wide", _tensors(2, MAX_N + 77)),
     ],
     cost=lambda x, w=None, **_: Cost(nbytes(x, x, w), nbytes(x, x, x, w, w), flops=(4 * x.numel(), 10 * x.numel())),
 )

@@ -25,7 +25,7 @@ from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.activations.glu import check_act, reference as glu_reference
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.linear import linears
-from liger_kernel.ops.projections.mlp import adapted_mlp
+from liger_kernel.ops.projections.mlp import _scaled, adapted_mlp
 from liger_kernel.ops.projections.weights import dense
 
 
@@ -82,10 +82,6 @@ def _check(op: str, x: Tensor, shape: tuple[int | None, int], *given: tuple[str,
     if weight.dtype != x.dtype and (device == "meta" or not torch.is_autocast_enabled(device)):
         raise ValueError(f"{op}: {given[0][0]} must have x's dtype, {x.dtype}, got {weight.dtype}")
     return weight.shape[0]
-
-
-def _scaled(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, dtype=dtype) / shape[-1] ** 0.5
 
 
 def _magnitudes(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,6 @@ comparison.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -48,6 +47,7 @@ from liger_kernel.ops.projections.grouped_blocks import decoded_inside, grouped_
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, grouped_outer, grouped_sum
 from liger_kernel.ops.projections.grouped_thin import add_thin_, thin_outer, thin_rows
 from liger_kernel.ops.projections.grouped_tma import ExpertForm
+from liger_kernel.ops.projections.mlp import _scaled
 from liger_kernel.ops.projections.mxfp4 import MXFP4Experts, in_parts, product_in_parts
 from liger_kernel.ops.projections.weights import Weight
 
@@ -611,10 +611,6 @@ def _cost(x, gate_up, down, topk_index, topk_weight, gate_up_bias=None, down_bia
         nbytes(*given, topk_index, x, *trained),
         gemms=([(m, twice_n, H), (m, H, n)], [product for product, needed in products if needed]),
     )
-
-
-def _scaled(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, dtype=dtype) / math.sqrt(shape[-1])
 
 
 def _shares(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -44,6 +44,7 @@ from liger_kernel.ops.rotary.rope import (
     reference as rope_reference,
     rotated_by_kernels,
     rounding,
+    sizes,
     store_pairs,
     token_strides,
     turned,
@@ -288,8 +289,7 @@ def qk_norm_rope_fwd(
     # as of two operators, the second of which takes what the first returns
     normed = [x.dtype if casting == "gemma" else torch.promote_types(x.dtype, w.dtype) for x, w in ((q, wq), (k, wk))]
     yq, yk = (torch.empty_like(x, dtype=turned_dtype(dtype, cos, rope_casting)) for x, dtype in zip((q, k), normed))
-    heads, time = (1, 2) if heads_first else (2, 1)
-    B, T, Hq, Hk, D, half = q.shape[0], q.shape[time], q.shape[heads], k.shape[heads], q.shape[3], cos.shape[-1]
+    B, T, Hq, Hk, D, half = sizes(q, k, cos, heads_first)
     block_r, block_rest = _blocks(D, half)
     # one token per program, so that its angles are loaded once; the tile of ``rope``, which moves
     # the same bytes
@@ -318,8 +318,7 @@ def qk_norm_rope_bwd(
     # weights of two dtypes: a pointer has one
     dtype, w_dtype = torch.promote_types(dyq.dtype, dyk.dtype), torch.promote_types(wq.dtype, wk.dtype)
     dyq, dyk, wq, wk = unit_stride(dyq.to(dtype)), unit_stride(dyk.to(dtype)), wq.to(w_dtype), wk.to(w_dtype)
-    heads, time = (1, 2) if heads_first else (2, 1)
-    B, T, Hq, Hk, D, half = q.shape[0], q.shape[time], q.shape[heads], k.shape[heads], q.shape[3], cos.shape[-1]
+    B, T, Hq, Hk, D, half = sizes(q, k, cos, heads_first)
     block_r, block_rest = _blocks(D, half)
     # A tile is x, its gradient and a sum for dw, 16 values of each a thread: 16 warps fill a
     # processor. H200, (4, 2048) tokens, 32 and 8 heads of 256, bf16: 150 us; in two launches 162

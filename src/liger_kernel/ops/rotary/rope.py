@@ -254,6 +254,12 @@ def token_strides(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
     return (batch, third, second) if heads_first else (batch, second, third)
 
 
+def sizes(q: Tensor, k: Tensor, cos: Tensor, heads_first: bool) -> tuple[int, ...]:
+    """B, T, Hq, Hk, D and R/2."""
+    heads, time = (1, 2) if heads_first else (2, 1)
+    return q.shape[0], q.shape[time], q.shape[heads], k.shape[heads], q.shape[3], cos.shape[-1]
+
+
 def angle_strides(cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[int, ...]:
     """The strides for ``load_angles``, from cos_batch to pos_time. A batch of one applies to
     all."""
@@ -298,8 +304,7 @@ def rope_turn(
     q, k = unit_stride(q), unit_stride(k)
     # in memory like q and k, which keeps (B, T, H, D) where the projections wrote that
     yq, yk = torch.empty_like(q, dtype=q_dtype), torch.empty_like(k, dtype=k_dtype)
-    heads, time = (1, 2) if heads_first else (2, 1)
-    B, T, Hq, Hk, D, half = q.shape[0], q.shape[time], q.shape[heads], k.shape[heads], q.shape[3], cos.shape[-1]
+    B, T, Hq, Hk, D, half = sizes(q, k, cos, heads_first)
     block_r = next_power_of_2(half)
     rest = next_power_of_2(D - 2 * half) if 2 * half < D else 0
     # H200, B4 T2048 H32/8 D128: 46 us a direction; 32 heads a tile 48, 4 heads 63 (byte floor 40)
@@ -312,8 +317,8 @@ def rope_turn(
     # without rounding, fused products and sums are faster and more exact
     flags |= dict(ROUND=rounds, **fusing(rounds))
     blocks = dict(BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_R=block_r, BLOCK_REST=rest, num_warps=c.num_warps)
-    sizes = T, Hq, Hk, cos.shape[1], half, D
-    launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, *sizes, *strides, **flags, **blocks)
+    numbers = T, Hq, Hk, cos.shape[1], half, D
+    launch(_rope, (B * T,), q, k, cos, sin, position_ids, yq, yk, *numbers, *strides, **flags, **blocks)
     return yq, yk
 
 

@@ -40,9 +40,8 @@ from liger_kernel.ops._core.reduce import divided, scaled
 from liger_kernel.ops._core.schema import fields_of
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.losses.chunks import HeadLoop, auto_chunk_rows, dtype_of_dw, rounded_sums
-from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check
-from liger_kernel.ops.losses.linear_cross_entropy import check_head, needed, promoted
+from liger_kernel.ops.losses.linear_cross_entropy import _head, check_head, needed, promoted
 from liger_kernel.ops.losses.vocab_parallel.cross_entropy import (
     Part,
     gathered,
@@ -225,10 +224,6 @@ class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
         dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.need))
         dw, db = (None if d is None else d.to(ctx.dtype) for d in (dw, db))
         return dx, dw, None, db, *(None,) * (2 + len(ctx.numbers))
-
-
-def _head(M: int, H: int, N: int, **options: Any) -> dict[str, Any]:
-    return dict(x=T((M, H)), w=T((N, H)), target=targets(M, N), **options)
 
 
 def _cost(x, w, target, group=None, bias=None, **_) -> Cost:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chunk_loop import watch_products
+from devices import DEVICE, assert_beside
 
 from liger_kernel.chunked_loss.cosine_similarity_loss import (
     LigerFusedLinearCosineSimilarityFunction,
@@ -12,10 +13,9 @@ from liger_kernel.chunked_loss.cosine_similarity_loss import (
 from liger_kernel.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDFunction, LigerFusedLinearJSDLoss
 from liger_kernel.nn import LigerFusedLinearJSD, liger_fused_linear_jsd
-from liger_kernel.testing import assert_as_accurate
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 M, H, G, V = 14, 16, 24, 53
+NAMES = "x", "w", "tx", "tw", "target", "bias", "teacher_bias"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 fp16 = pytest.param(torch.float16, marks=[pytest.mark.slow] * (not torch.cuda.is_available()))
 in_every_dtype = pytest.mark.parametrize("dtype", [*DTYPES[:2], fp16], ids=lambda d: str(d)[6:])
@@ -31,11 +31,6 @@ def inputs(dtype=torch.float32, seed=0, bias=True):
     target = torch.randint(0, V, (M,), device=DEVICE)
     target[::3] = -100
     return x, w, tx, tw, target, *((new(V), new(V, grad=False)) if bias else (None, None))
-
-
-def exact(args):
-    wide = lambda a: a.detach().double().requires_grad_(a.requires_grad)
-    return tuple(wide(a) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
 
 
 def soft_rows(s, t, beta, cosine=False):
@@ -69,14 +64,14 @@ def named(found, args):
     }
 
 
+def of_loss(outs):
+    return {"out0": torch.full_like(outs["out0"], 3.0)}
+
+
 def assert_accurate(fn, dtype, bias=True, **options):
-    args = inputs(dtype, bias=bias)
-    draws = []
-    for seed in range(6):
-        same = inputs(dtype, seed, bias)
-        draws.append(tuple(named(plain(*a, **options), a) for a in (same, exact(same))))
-    again = lambda seed: named(fn(*(a := inputs(dtype, seed, bias))), a)
-    assert_as_accurate(named(fn(*args), args), *draws[0], *draws[1:], again=again)
+    draw = lambda seed: dict(zip(NAMES, inputs(dtype, seed, bias)))
+    ours, theirs = (lambda **args: fn(*args.values())), lambda **args: plain(*args.values(), **options)
+    assert_beside(ours, theirs, draw, draws=6, grads=of_loss)
 
 
 @in_every_dtype
@@ -168,16 +163,13 @@ def test_a_subclass_of_a_kernels_function_is_heard(cls, options):
 def test_fused_linear_jsd(labels, dtype):
     module = LigerFusedLinearJSD(jsd_beta=0.2, temperature=1.3, accum_dtype=torch.float32)
     options = dict(hard=0.0, soft=1.0, temperature=1.3, rows=lambda s, t, beta: soft_rows(s, t, 0.2))
-    args = inputs(dtype, bias=False)[:5]
-    if not labels:
-        args = (*args[:4], torch.zeros_like(args[4]))
-    draws = []
-    for seed in range(6):
-        same = (*inputs(dtype, seed, bias=False)[:4], args[4])
-        draws.append(tuple(named(plain(*a, **options)[0], a) for a in (same, exact(same))))
-    found = module(*args) if labels else module(*args[:4])
-    assert_as_accurate(named(found, args), *draws[0], *draws[1:])
-    torch.testing.assert_close(liger_fused_linear_jsd(*args, 0.2, -100, 1.3), found, rtol=1e-4, atol=1e-4)
+    target = inputs()[4] if labels else torch.zeros(M, dtype=torch.int64, device=DEVICE)
+    draw = lambda seed: dict(zip(NAMES, inputs(dtype, seed)[:4]))
+    ours = lambda **args: module(*args.values(), *([target] if labels else []))
+    theirs = lambda **args: plain(*args.values(), target, **options)[0]
+    assert_beside(ours, theirs, draw, draws=6, grads=of_loss)
+    found = liger_fused_linear_jsd(*draw(0).values(), target, 0.2, -100, 1.3)
+    torch.testing.assert_close(found, ours(**draw(0)), rtol=1e-4, atol=1e-4)
 
 
 LOSSES = [LigerFusedLinearJSDLoss(), LigerFusedLinearCosineSimilarityLoss(), lambda *args: Squares.apply(*args)[0]]

@@ -87,18 +87,6 @@ def test_without_kernels(kind, reduction):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind", ["jsd", "cosine"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compact_is_equal_and_does_not_see_the_others(kind, reduction):
-    x, w, tx, tw, target = inputs()
-    options = dict(kind=kind, weight_hard=0.5, reduction=reduction, chunk_rows=3)
-    dense = torch.autograd.grad(linear_divergence(x, w, tx, tw, target, **options).sum(), (x, w))
-    wild = lambda t: t.detach().masked_fill((target == -100)[:, None], float("nan")).requires_grad_(t.requires_grad)
-    x = wild(x)
-    compact = torch.autograd.grad(linear_divergence(x, w, wild(tx), tw, target, compact=True, **options).sum(), (x, w))
-    torch.testing.assert_close(compact, dense)
-
-
 def test_lumping_the_tail_bounds_forward_kl_from_below():
     x, w, tx, tw, _ = inputs()
     losses = [linear_divergence(x, w, kind="forward_kl", **topk_of(tx, tw, K)).item() for K in (1, 3, 9, 27, 50)]
@@ -133,14 +121,6 @@ def test_a_tail_without_student_mass():
     assert loss.isfinite() and torch.autograd.grad(loss, x)[0].isfinite()
 
 
-@pytest.mark.parametrize("label", [-1, 50, 1 << 40])
-def test_a_label_out_of_range_makes_the_hard_loss_nan(label):
-    x, w, tx, tw, target = inputs()
-    target[1] = label
-    _, soft, hard = linear_divergence(x, w, tx, tw, target, weight_hard=0.5, reduction="none", parts=True)
-    assert hard.isnan().nonzero().tolist() == [[1]] and not soft.isnan().any()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernels", "torch"])
 @pytest.mark.parametrize("tail", [True, False])
 def test_top_k_rows_without_tokens(tail, dtype):
@@ -165,28 +145,6 @@ def test_top_k_rows_without_tokens(tail, dtype):
     assert nothing.tolist() == [True, not tail, *[False] * 10] and not grads[0][nothing].any()
     assert not true[0][nothing].any()
     assert not linear_divergence(x, w, **options, **{name: t[:, :0] for name, t in top.items()}).any()
-
-
-def test_fp16_sums_over_tokens_do_not_overflow():
-    x = torch.full((200, 4), 600.0, dtype=torch.float16, device=DEVICE)
-    w = torch.zeros(3, 4, dtype=torch.float16, device=DEVICE, requires_grad=True)
-    t = torch.tensor([[80.0, 0.0, 0.0]], dtype=torch.float16, device=DEVICE).expand(200, 3)
-    linear_divergence(x, w, teacher_logits=t, kind="forward_kl", chunk_rows=20).backward()
-    torch.testing.assert_close(w.grad[:, 0].tolist(), [-400.0, 200.0, 200.0], rtol=2e-3, atol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["jsd", "forward_kl", "reverse_kl"])
-def test_extreme_logits(kind, dtype):
-    """Probabilities of 0 and 1 in different places: no NaN, and what fp64 finds."""
-    x, w, tx, tw, target = inputs(dtype=torch.float64)
-    given = [t.detach().mul(100).to(dtype) for t in (x, w, tx, tw)]
-    leaves, truths = ([t.to(d).requires_grad_() for t in given[:2]] for d in (dtype, torch.float64))
-    loss = linear_divergence(*leaves, *given[2:], target, kind=kind, chunk_rows=5)
-    truth = reference(*truths, *(t.double() for t in given[2:]), target, kind=kind)
-    grads = torch.autograd.grad(loss, leaves)
-    assert loss.isfinite() and all(g.isfinite().all() for g in grads)
-    torch.testing.assert_close(loss.double(), truth, rtol=2**-6 if dtype == torch.bfloat16 else 1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tvd"])

@@ -117,14 +117,6 @@ def test_a_head_of_fp32_products_over_16_bit_weights():
     torch.testing.assert_close(dw, ew, rtol=1e-2, atol=1e-2)
 
 
-def test_no_token_at_all():
-    x, w, y = head(0)
-    w.requires_grad_()
-    logp, entropy = linear_logprobs(x, w, y, outputs=("entropy",))
-    dx, dw = torch.autograd.grad(logp.sum() + entropy.sum(), (x, w))
-    assert logp.shape == entropy.shape == (0,) and dx.shape == x.shape and not dw.any()
-
-
 def test_many_blocks_of_tokens(monkeypatch):
     """dw is a sum over blocks of tokens."""
     x, w, y = head()

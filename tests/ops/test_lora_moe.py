@@ -10,7 +10,7 @@ from torch import Tensor
 from watching import Watch, saved
 
 from liger_kernel.ops._core.operator import Case
-from liger_kernel.ops.projections import grouped_mm as _grouped_mm, moe as moe_module
+from liger_kernel.ops.projections import moe as moe_module
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.lora_moe import _args, lora_moe
 from liger_kernel.ops.projections.moe import adapted_moe, experts_in_torch as reference
@@ -41,31 +41,6 @@ def test_any_rank(r):
 @needs_kernels
 def test_more_rows_columns_and_steps_than_a_tile():
     assert_beside(lora_moe, reference, arguments(200, 1, 40, 70, 2, 5))
-
-
-@needs_kernels
-def test_no_expert_at_all():
-    args = arguments()
-    args["topk_index"].fill_(4)
-    out = run(lora_moe, args)
-    assert len(out) == 1 + 2 + len(ADAPTERS) and not any(t.any() for t in out.values())
-
-
-@needs_kernels
-def test_products_that_leave_what_is_empty(monkeypatch):
-    """What PyTorch's grouped products leave unwritten, here nan, reaches nothing."""
-
-    def grouped(a, b, *, offs):
-        y = a.new_full((a.shape[0], b.shape[2]), float("nan"))
-        for e, (start, stop) in enumerate(zip([0, *offs.tolist()], offs.tolist())):
-            y[start:stop] = a[start:stop] @ b[e]
-        return y
-
-    monkeypatch.setattr(_grouped_mm, "_cutlass", lambda a, b: True)
-    monkeypatch.setattr(torch, "_grouped_mm", grouped)
-    args = arguments(used=2)
-    args["topk_index"][::3, 0] = -1
-    assert_beside(lora_moe, reference, args)
 
 
 PARTS, SCALES = [2, 3], (0.5, -2.0)

@@ -12,7 +12,6 @@ from liger_kernel import ops
 from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 from liger_kernel.nn import LigerFusedCETVDLoss, LigerFusedLinearJSD, LigerFusedLinearKLDivLoss
 from liger_kernel.ops.losses.grpo_loss import fused_selective_log_softmax
-from liger_kernel.transformers import functional
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
@@ -195,15 +194,6 @@ def test_scaled_cross_entropy_refuses():
     for call in (fn, lambda *args, **how: ops.LigerFusedLinearScaledCrossEntropyTPFunction.apply(*args, None, **how)):
         with pytest.raises(ValueError, match="temperature must be positive, got 0"):
             call(*given, temperature=0.0)
-
-
-def test_one_rank_has_all_classes():
-    x, w, y = randn(6, 8).requires_grad_(), randn(33, 8, seed=1).requires_grad_(), labels(6, 33)
-    ours = functional.liger_fused_linear_scaled_cross_entropy_tp(x, w, y, None, 0.7, return_entropy=True)
-    expected = ops.LigerFusedLinearScaledCrossEntropyFunction.apply(x, w, y, 0.7, return_entropy=True)
-    torch.testing.assert_close(ours, expected)
-    weights = randn(6, seed=2), randn(6, seed=3)
-    torch.testing.assert_close(*(torch.autograd.grad(both, (x, w), weights) for both in (ours, expected)))
 
 
 @pytest.mark.parametrize("V", [65, 4099])

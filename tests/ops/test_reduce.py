@@ -57,6 +57,7 @@ LOSSES = {
         x, w, y, num_items=0.0 * x.sum(), **how
     ),
     "linear_cross_entropy, none": lambda x, w, y, reduction: ops.linear_cross_entropy(x, w, y, reduction="none").sum(),
+    "linear_loss": lambda x, w, y, reduction: ops.linear_loss(lambda t, *_: t.logp.sum(), x, w, y)[0],
     "linear_logprobs": lambda x, w, y, reduction: ops.linear_logprobs(x, w, y).sum(),
     "vocab_parallel_linear_cross_entropy": ops.vocab_parallel_linear_cross_entropy,
 }

@@ -22,9 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.nn.options import WithOptions
-from liger_kernel.ops._core import checks
-from liger_kernel.ops._core.operator import acc, is_fake, once_differentiable, only_pytorch
-from liger_kernel.ops._core.reduce import divided, scaled
+from liger_kernel.ops._core import acc, checks, divided, is_fake, once_differentiable, only_pytorch, scaled
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check, row_kernel as cross_entropy_rows
 from liger_kernel.ops.losses.divergence.by_element import counted
@@ -170,10 +168,9 @@ def _in_pytorch(
     fn, x, w, teacher_x, teacher_w, target, bias, teacher_bias, ignore_index, temperature, weight_hard, weight_soft
 ):  # fmt: skip
     """Loss, soft and hard loss by PyTorch's own operators."""
-    x, w, bias = promoted(x, w, bias)
-    teacher_x, teacher_w, teacher_bias = promoted(teacher_x, teacher_w, teacher_bias)
     valid = target != ignore_index
-    z, t = (F.linear(*head)[valid] for head in ((x, w, bias), (teacher_x, teacher_w, teacher_bias)))
+    heads = promoted(x, w, bias), promoted(teacher_x, teacher_w, teacher_bias)
+    z, t = (F.linear(*head)[valid] for head in heads)
     z, t, y, n = z.to(acc(z.dtype)), t.to(acc(t.dtype)).detach(), target[valid], valid.sum()
     soft = fn(z / temperature, t / temperature, y) / n
     hard = F.cross_entropy(z, y, reduction="sum") / n if weight_hard else soft.new_zeros(())

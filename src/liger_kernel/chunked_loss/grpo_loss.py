@@ -10,7 +10,7 @@ from torch import Tensor
 from liger_kernel.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase, of_tokens
 from liger_kernel.chunked_loss.fused_linear_preference import passed_to
 from liger_kernel.nn.options import WithOptions
-from liger_kernel.ops._core.operator import acc
+from liger_kernel.ops._core import acc
 from liger_kernel.ops.losses.grpo_loss import (
     Policy,
     clip_coef_fn,

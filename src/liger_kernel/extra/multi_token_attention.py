@@ -18,8 +18,19 @@ from torch import Tensor
 
 from liger_kernel.extra.softmax import softmax_bwd, softmax_fwd
 from liger_kernel.extra.sparsemax import reference as sparsemax_reference, sparsemax_bwd, sparsemax_fwd
-from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, op, typed_launcher
-from liger_kernel.ops._core.operator import autocast_dtype, once_differentiable, rows_of, use_kernels
+from liger_kernel.ops._core import (
+    Case,
+    Cost,
+    T,
+    autocast_dtype,
+    checks,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    typed_launcher,
+    use_kernels,
+)
 
 Size = int | tuple[int, int]
 

@@ -35,8 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_kernel.ops._core import checks
-from liger_kernel.ops._core.operator import acc, computed
+from liger_kernel.ops._core import acc, checks, computed
 from liger_kernel.ops.losses.cross_entropy import cross_entropy, items
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

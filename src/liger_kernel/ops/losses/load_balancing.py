@@ -22,20 +22,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import checks, launch_config, typed_launcher
-from liger_kernel.ops._core.operator import (
+from liger_kernel.ops._core import (
     Case,
     Cost,
     T,
     acc,
     as_index,
+    checks,
+    column_sum,
     launch,
+    launch_config,
     nbytes,
     once_differentiable,
     op,
+    typed_launcher,
     use_kernels,
 )
-from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
 
 MAX_E = 2048  # experts whose logits and two sums one program holds; the reference computes more

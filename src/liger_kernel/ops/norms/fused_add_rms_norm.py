@@ -19,9 +19,21 @@ import torch
 from torch import Tensor
 
 from liger_kernel._private import apply_node
-from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, op, typed_launcher
-from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
-from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core import (
+    Case,
+    Cost,
+    T,
+    column_sum,
+    launch,
+    launch_config,
+    nbytes,
+    once_differentiable,
+    op,
+    rows_of,
+    shaped,
+    typed_launcher,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.norms.rms_kernels import (
     BWD_N,

@@ -21,8 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import launch_config
-from liger_kernel.ops._core.operator import acc
+from liger_kernel.ops._core import acc, launch_config
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, next_power_of_2, store_tile, tl
 
 CASTING = ("llama", "gemma", "none")

@@ -22,11 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel._private import apply_node
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, nbytes, op
-from liger_kernel.ops._core.operator import (
+from liger_kernel.ops._core import (
+    Case,
+    Cost,
+    T,
+    acc,
     autocast_dtype,
+    checks,
     launcher,
+    nbytes,
     once_differentiable,
+    op,
     rows_of,
     shaped,
     unlike,

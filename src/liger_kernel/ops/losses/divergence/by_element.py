@@ -23,9 +23,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import checks
-from liger_kernel.ops._core.operator import acc, as_index, nbytes, once_differentiable, rows_of, shaped, use_kernels
-from liger_kernel.ops._core.reduce import divided, scaled
+from liger_kernel.ops._core import (
+    acc,
+    as_index,
+    checks,
+    divided,
+    nbytes,
+    once_differentiable,
+    rows_of,
+    scaled,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import jit, log, tl
 
 TINY = 1.1754944e-38  # the smallest normal fp32

@@ -29,8 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import checks, typed_launcher
-from liger_kernel.ops._core.operator import Case, Cost, T, computed, op
+from liger_kernel.ops._core import Case, Cost, T, checks, computed, op, typed_launcher
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence.by_element import (
     PairFunction,

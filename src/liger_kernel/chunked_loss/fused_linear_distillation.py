@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.nn.options import WithOptions
-from liger_kernel.ops._core import acc, checks, divided, is_fake, once_differentiable, only_pytorch, scaled
+from liger_kernel.ops._core import acc, checks, is_fake, once_differentiable, only_pytorch, scaled
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check, row_kernel as cross_entropy_rows
 from liger_kernel.ops.losses.divergence.by_element import counted
@@ -103,7 +103,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         """Gradients of student_input, student_weight and student_bias, the first, second and
         sixth argument; None for all others."""
         *grads, norm = ctx.saved_tensors
-        dx, dw, db = (d if d is not None and d.numel() else None for d in scaled(tuple(grads), divided(g, norm)))
+        dx, dw, db = (d if d is not None and d.numel() else None for d in scaled(grads, g, norm))
         return dx, dw, None, None, None, db, *(None,) * 32
 
     @classmethod

@@ -35,6 +35,6 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.products import add_mm
-from liger_kernel.ops._core.reduce import column_sum, divided, scale_, scaled, scaled_rows
+from liger_kernel.ops._core.reduce import column_sum, scale_, scaled, scaled_rows
 from liger_kernel.ops._core.schema import SymInt, fields_of, typed_launcher
 from liger_kernel.ops._core.shards import has_split_rows, is_sharded, on_own_rows

@@ -3,6 +3,8 @@ on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,28 +66,24 @@ def scale_(x, s) -> None:
         x.mul_(s).masked_fill_(nothing, 0)
 
 
-def divided(g: Tensor, norm: Tensor | None) -> Tensor:
-    """The upstream gradient ``g`` of a mean that the forward has not yet divided by the 0-dim
-    ``norm``. Without rows, gradients are 0 and stay 0."""
-    return g if norm is None else g / norm.where(norm != 0, 1)
-
-
 def scaled_rows(t: Tensor, g: Tensor) -> Tensor:
     """``t`` (M, N) times ``g`` (M, 1), rounded once, in place if this backward is its last use."""
     return torch.mul(t, g, out=torch.empty_like(t) if graph_is_kept() else t)
 
 
-def scaled(grads: tuple[Tensor | None, ...], s: Tensor) -> tuple[Tensor | None, ...]:
-    """``grads`` times the 0-dim ``s``, in place if this backward is their last use.
+def scaled(grads: Sequence[Tensor | None], g: Tensor, norm: Tensor | None = None) -> Sequence[Tensor | None]:
+    """``grads`` times the 0-dim upstream gradient ``g``, in place if this backward is their last use.
 
     Our forward computed and saved them. With a retained graph, they stay unscaled for the next
-    backward.
+    backward. ``norm``: 0-dim, by which the forward has not yet divided those of a mean. Without rows
+    they are 0 and stay 0.
     """
+    s = g if norm is None else g / norm.where(norm != 0, 1)
     if graph_is_kept():
-        return tuple(
-            None if g is None else (g.to(acc(g.dtype)) * s.to(acc(g.dtype))).to(g.dtype).where(g != 0, 0) for g in grads
-        )
-    for g in grads:
-        if g is not None:
-            scale_(g, s)
+        return [
+            None if d is None else (d.to(acc(d.dtype)) * s.to(acc(d.dtype))).to(d.dtype).where(d != 0, 0) for d in grads
+        ]
+    for d in grads:
+        if d is not None:
+            scale_(d, s)
     return grads

@@ -33,7 +33,6 @@ from liger_kernel.ops._core import (
     T,
     acc,
     checks,
-    divided,
     fields_of,
     host_can_read,
     is_sharded,
@@ -242,7 +241,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             grads = [scaled_rows(grad, g) if need else None for grad, need in zip(grads, o.need)]
         elif ctx.done:
             *grads, norm = ctx.saved_tensors
-            grads = scaled(tuple(grads), divided(g, norm))
+            grads = scaled(grads, g, norm)
             # dw has been added already, for an upstream gradient of 1
             if into is not None:
                 _only_one_(into, g)

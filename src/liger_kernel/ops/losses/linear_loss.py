@@ -152,7 +152,7 @@ class LinearLossFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g, *_):
         *saved, up = ctx.saved_tensors
-        grads = scaled(tuple(saved), g if up is None else g / up)
+        grads = scaled(saved, g if up is None else g / up)
         # the saved gradients are those for an upstream gradient of 1 (times ``up``)
         dx, dw, db, dxa, dwb = (grad if need else None for grad, need in zip(grads, ctx.need))
         dw, db, dwb = (None if d is None else d.to(ctx.dtype) for d in (dw, db, dwb))

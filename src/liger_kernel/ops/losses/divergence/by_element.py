@@ -27,7 +27,6 @@ from liger_kernel.ops._core import (
     acc,
     as_index,
     checks,
-    divided,
     nbytes,
     once_differentiable,
     rows_of,
@@ -190,7 +189,7 @@ class PairFunction(torch.autograd.Function):
     def backward(ctx, g):
         if ctx.reduced:
             dx, dy, norm = ctx.saved_tensors
-            grads = scaled(tuple(d if need else None for d, need in zip((dx, dy), ctx.need)), divided(g, norm))
+            grads = scaled([d if need else None for d, need in zip((dx, dy), ctx.need)], g, norm)
         else:
             x, y, labels = ctx.saved_tensors
             g = g.reshape(x.shape if g.shape == ctx.shape else -1)

@@ -38,7 +38,6 @@ from liger_kernel.ops._core import (
     add_mm,
     as_index,
     checks,
-    divided,
     fields_of,
     launcher,
     nbytes,
@@ -218,7 +217,7 @@ class LinearDivergenceFunction(torch.autograd.Function):
             grads = [scaled_rows(dx, g[:, None]), *grads]
         else:
             *grads, norm = ctx.saved_tensors
-            grads = scaled(tuple(grads), divided(g, norm))
+            grads = scaled(grads, g, norm)
         return *(grad if need else None for grad, need in zip(grads, ctx.need)), *(None,) * 11
 
 

@@ -27,7 +27,6 @@ from liger_kernel.ops._core import (
     T,
     acc,
     add_mm,
-    divided,
     fields_of,
     launcher,
     nbytes,
@@ -221,7 +220,7 @@ class VocabParallelLinearCrossEntropyFunction(torch.autograd.Function):
             )
         else:
             *grads, norm = ctx.saved_tensors
-            grads = scaled(tuple(grads), divided(g, norm))
+            grads = scaled(grads, g, norm)
         dx, dw, db = (grad if need else None for grad, need in zip(grads, ctx.need))
         dw, db = (None if d is None else d.to(ctx.dtype) for d in (dw, db))
         return dx, dw, None, db, *(None,) * (2 + len(ctx.numbers))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -37,6 +38,17 @@ def dims(op: str, form: str, **tensors: Tensor) -> None:
     for name, t in tensors.items():
         if t.ndim != form.count(",") + 1:
             raise ValueError(f"{op}: {name} must have shape {form}, got {tuple(t.shape)}")
+
+
+def integers(op: str, expected: Sequence[int | str], **tensors: Tensor | None) -> None:
+    """Of this shape, in which a name stands for any size."""
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        fits = t.ndim == len(expected) and all(isinstance(n, str) or n == m for n, m in zip(expected, t.shape))
+        if not fits or t.is_floating_point() or t.dtype == torch.bool:
+            shown = ", ".join(map(str, expected))
+            raise ValueError(f"{op}: {name} must be integers of shape ({shown}), got {t.dtype} {tuple(t.shape)}")
 
 
 def one_element(op: str, **tensors: Tensor) -> None:

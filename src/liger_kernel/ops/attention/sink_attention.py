@@ -875,10 +875,7 @@ def sink_attention(
         )
     checks.floating_shape(name, (H,), sinks=sinks)
     checks.positive(name, window=window)
-    if first is not None and (first.shape != (B, length) or first.is_floating_point() or first.dtype == torch.bool):
-        raise ValueError(
-            f"{name}: first must be integers of shape ({B}, {length}), got {first.dtype} {tuple(first.shape)}"
-        )
+    checks.integers(name, (B, length), first=first)
     if valid is not None and (valid.shape != (B, length) or valid.dtype != torch.bool):
         raise ValueError(f"{name}: valid must be bool of shape ({B}, {length}), got {valid.dtype} {tuple(valid.shape)}")
     scale = max(D, 1) ** -0.5 if scale is None else scale

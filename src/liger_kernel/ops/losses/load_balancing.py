@@ -197,10 +197,7 @@ def expert_load(logits: Tensor, index: Tensor, weight: Tensor | None = None) -> 
     if logits.ndim != 2 or not logits.shape[1]:
         raise ValueError(f"expert_load: logits must have shape (M, E), got {tuple(logits.shape)}")
     M = len(logits)
-    if index.is_floating_point() or index.dtype == torch.bool or index.ndim != 2 or len(index) != M:
-        raise ValueError(
-            f"expert_load: index must be integers of shape ({M}, K), got {index.dtype} {tuple(index.shape)}"
-        )
+    checks.integers("expert_load", (M, "K"), index=index)
     checks.shape("expert_load", (M,), weight=weight)
     index = as_index(index)
     if not use_kernels(logits, fusible=True) or logits.shape[1] > MAX_E:

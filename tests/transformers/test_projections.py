@@ -545,7 +545,9 @@ CHANGES = {
     "bias of A": lambda m: setattr(m.lora_A["default"], "bias", nn.Parameter(torch.ones(4))),
     "bias of A that is a buffer": lambda m: held_as_buffer(m.lora_A["default"], "bias", torch.ones(4)),
     "bias of the base that is a buffer": lambda m: held_as_buffer(m.base_layer, "bias", torch.ones(m.out_features)),
-    "traced base": lambda m: setattr(m, "base_layer", torch.jit.trace(m.base_layer, m.weight.new_ones(1, m.in_features))),
+    "traced base": lambda m: setattr(
+        m, "base_layer", torch.jit.trace(m.base_layer, m.weight.new_ones(1, m.in_features))
+    ),
     "bias of the base": lambda m: setattr(m.base_layer, "bias", nn.Parameter(torch.ones(m.out_features))),
     "weight": lambda m: setattr(m.base_layer, "weight", nn.Parameter(m.base_layer.weight.detach().clone())),
     "shape": lambda m: setattr(m.base_layer.weight, "data", m.base_layer.weight.data[:2]),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel._private import apply_node
+from liger_kernel._private import apply_of
 from liger_kernel.ops._core import (
     Case,
     Cost,
@@ -188,7 +188,8 @@ def fused_add_rms_norm(
         raise ValueError(f"fused_add_rms_norm: residual must have shape {tuple(x.shape)}, got {tuple(residual.shape)}")
     if not (use_kernels(x, fusible=True) and (residual is None or use_kernels(residual))):
         return reference(x, residual, w, eps=eps, offset=offset, casting=casting)
-    return apply_node(LigerFusedAddRMSNormFunction, x, residual, w, eps, offset, casting)
+    args = x, residual, w, eps, offset, casting
+    return apply_of(LigerFusedAddRMSNormFunction, args)(*args)
 
 
 def rms_norm_of_sum(s: Tensor, w: Tensor | None, *, eps: float, offset: float, casting: str) -> Tensor:

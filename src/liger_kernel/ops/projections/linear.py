@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel import memory
-from liger_kernel._private import apply_node
+from liger_kernel._private import apply_of
 from liger_kernel.ops._core import autocast_dtype, once_differentiable, refuse_graphs, rows_of, shaped
 from liger_kernel.ops.projections.adapted import Group, Projection, Projections
 from liger_kernel.ops.projections.weights import Operand, as_dtype
@@ -118,4 +118,5 @@ def linears(x: Tensor, projections: Sequence[Projection] | Group) -> tuple[Tenso
     refuse_graphs("linears", "products in FP8 have gradients of their own")  # others do not come here then
     group = projections if isinstance(projections, Group) else Group(projections)
     dtype, thin = dtypes_of(x, group.projections)
-    return apply_node(LinearsFunction, as_dtype(x, dtype), group, thin, *group.tensors)
+    args = as_dtype(x, dtype), group, thin, *group.tensors
+    return apply_of(LinearsFunction, args)(*args)

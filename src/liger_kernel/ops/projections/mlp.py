@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel._private import apply_node
+from liger_kernel._private import apply_of
 from liger_kernel.ops._core import (
     Case,
     Cost,
@@ -460,4 +460,5 @@ def adapted_mlp(
     outer = down if isinstance(down, Group) else Group((down,))
     dtype, thin = dtypes_of(x, [*inner.projections, *outer.projections])
     how = thin, act, gate_multiplier, down_multiplier, recompute, ends, tiles
-    return apply_node(AdaptedMLPFunction, as_dtype(x, dtype), inner, outer, *how, *inner.tensors, *outer.tensors)
+    args = as_dtype(x, dtype), inner, outer, *how, *inner.tensors, *outer.tensors
+    return apply_of(AdaptedMLPFunction, args)(*args)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from liger_kernel._private import apply_node
+from liger_kernel._private import apply_of
 from liger_kernel.ops._core import (
     KERNEL_DTYPES,
     Case,
@@ -494,4 +494,5 @@ def rope(
     cos, sin, position_ids = checked_tables("rope", q, k, cos, sin, position_ids, layout, unsqueeze_dim)
     if not rotated_by_kernels(q, k, cos, sin):
         return reference(q, k, cos, sin, position_ids, layout=layout, unsqueeze_dim=unsqueeze_dim, casting=casting)
-    return apply_node(RopeFunction, q, k, cos, sin, position_ids, unsqueeze_dim, layout, casting)
+    args = q, k, cos, sin, position_ids, unsqueeze_dim, layout, casting
+    return apply_of(RopeFunction, args)(*args)

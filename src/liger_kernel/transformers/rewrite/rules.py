@@ -72,7 +72,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import masking_utils
 
-from liger_kernel import _private, memory
+from liger_kernel import memory
+from liger_kernel._private import apply_of, is_alias_of
 from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.norms.fused_add_rms_norm import LigerFusedAddRMSNormFunction, rms_norm_of_sum
 from liger_kernel.ops.recurrent.log_decay import log_decay
@@ -102,8 +103,6 @@ from liger_kernel.transformers.rewrite.source import (
     tree_of,
 )
 
-# not the public function: what it checks is known here
-fused_add_rms_norm = functools.partial(_private.apply_node, LigerFusedAddRMSNormFunction)
 ADD_NORM, NORM_ROPE, LAST = "_liger_add_norm", "_liger_norm_rope", "_liger_last"
 
 
@@ -140,7 +139,9 @@ def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
         return s, norm(s)
     offset, casting, eps = form
     epsilon, w = getattr(norm, eps), norm.weight
-    y, s = fused_add_rms_norm(a, b, w, epsilon, offset, casting)
+    # not the public function: what it checks is known here
+    args = a, b, w, epsilon, offset, casting
+    y, s = apply_of(LigerFusedAddRMSNormFunction, args)(*args)
     memory.declare(y, rms_norm_of_sum, s, w, eps=epsilon, offset=offset, casting=casting)
     return s, y
 
@@ -508,7 +509,7 @@ def answer_by_documents() -> None:
         known = None if torch.compiler.is_compiling() else _documents.get()
         # Only for these very positions, of which Transformers passes an expanded alias: another
         # model that a hook calls meanwhile has its own
-        if known is None or not _private.is_alias_of(position_ids, known[1]):
+        if known is None or not is_alias_of(position_ids, known[1]):
             return look(position_ids)
         if known[0]:
             return None

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def _learn(*tables: Tensor) -> bool:
     return (tables[0].requires_grad or tables[-1].requires_grad) and torch.is_grad_enabled()
 
 
-def _angles(tables: str, turn: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor], Tensor]:
+def _angles(tables: str, turn: Callable) -> Callable[[Tensor], Tensor]:
     """What a rope function ``turn(x, table)`` reads of its tables: both columns' angles, or the
     first's."""
     if tables != "once":
@@ -93,7 +93,7 @@ class Rope(_OfTables):
     values of all pairs, then the second values."""
 
     def __call__(self, stock: Callable) -> Callable:
-        casting, layout = self.casting, self.layout
+        casting, layout, pairs = self.casting, self.layout, PAIRS.get(self.layout, self.layout)
         angles = _angles(self.form, lambda x, table: stock(x, x, table, table))
 
         # ``k`` and the tables have defaults, because some models call it with queries alone
@@ -102,8 +102,7 @@ class Rope(_OfTables):
             fits = k is not None and k.ndim == 4 and not decoding(cos)
             if not fits or not _fits(q, cos, unsqueeze_dim) or _learn(cos, sin):
                 return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-            how: dict[str, Any] = dict(layout=PAIRS.get(layout, layout), unsqueeze_dim=unsqueeze_dim, casting=casting)
-            turned = rope(q, k, angles(cos), angles(sin), **how)
+            turned = rope(q, k, angles(cos), angles(sin), layout=pairs, unsqueeze_dim=unsqueeze_dim, casting=casting)
             return tuple(torch.cat((y[..., ::2], y[..., 1::2]), -1) for y in turned) if layout == "apart" else turned
 
         rotate: Callable = apply_rotary_pos_emb
@@ -132,7 +131,7 @@ class RopeAlone(_OfTables):
         return "alone", "sin first" if self.sin_first else "", self.casting, self.layout, self.form
 
     def __call__(self, stock: Callable) -> Callable:
-        casting, layout = self.casting, self.layout
+        casting, layout, pairs = self.casting, self.layout, PAIRS.get(self.layout, self.layout)
         angles = _angles(self.form, lambda x, table: stock(x, table, table))
 
         def turned(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor | None:
@@ -142,8 +141,7 @@ class RopeAlone(_OfTables):
             first = x.shape[-1] - 2 * cos.shape[-1] if layout == "behind" else 0
             part = x[..., first:] if first else x
             none = part.detach().narrow(unsqueeze_dim, 0, 0)
-            how: dict[str, Any] = dict(layout=PAIRS.get(layout, layout), unsqueeze_dim=unsqueeze_dim, casting=casting)
-            y, _ = rope(part, none, cos, sin, **how)
+            y, _ = rope(part, none, cos, sin, layout=pairs, unsqueeze_dim=unsqueeze_dim, casting=casting)
             return torch.cat((x[..., :first], y), -1) if first else y
 
         if self.sin_first:
@@ -173,9 +171,7 @@ class RopeOfSections(Variant):
 
     kind, tables = "rope", 2
     casting: str
-
-    def words(self) -> tuple[str, ...]:
-        return self.casting, "sections"
+    form: str = "sections"
 
     def __call__(self, stock: Callable) -> Callable:
         casting = self.casting
@@ -201,9 +197,7 @@ class FlatRope(Variant):
 
     kind, tables = "rope", 2
     casting: str
-
-    def words(self) -> tuple[str, ...]:
-        return self.casting, "flat"
+    form: str = "flat"
 
     def __call__(self, stock: Callable) -> Callable:
         casting = self.casting
@@ -228,10 +222,8 @@ class ComplexRope(Variant):
     for the heads."""
 
     kind, tables, exact = "rope", 1, False
+    form: str
     unsqueeze_dim: int
-
-    def words(self) -> tuple[str, ...]:
-        return "complex", f"{self.unsqueeze_dim}"
 
     def __call__(self, stock: Callable) -> Callable:
         unsqueeze_dim = self.unsqueeze_dim
@@ -253,18 +245,9 @@ class ComplexRope(Variant):
             yield {}, (q, k, torch.polar(torch.ones(batch, 5, 8), torch.randn(batch, 5, 8)))
 
 
-ROPES = [
-    Rope(casting, layout, tables) for casting in CASTING for layout in ("halves", "pairs", "apart") for tables in TABLES
-]
-ROPES_ALONE = [
-    RopeAlone(casting, layout, tables)
-    for casting in CASTING
-    for layout in ("halves", "pairs", "behind")
-    for tables in TABLES
-]
-SIN_FIRST = [
-    RopeAlone(casting, layout, "once", sin_first=True) for casting in CASTING for layout in ("halves", "pairs")
-]
+ROPES = [Rope(*form) for form in product(CASTING, ("halves", "pairs", "apart"), TABLES)]
+ROPES_ALONE = [RopeAlone(*form) for form in product(CASTING, ("halves", "pairs", "behind"), TABLES)]
+SIN_FIRST = [RopeAlone(*form, sin_first=True) for form in product(CASTING, ("halves", "pairs"), ("once",))]
 ROPES_OF_SECTIONS = [RopeOfSections(casting) for casting in CASTING]
 FLAT_ROPES = [FlatRope(casting) for casting in CASTING]
-COMPLEX_ROPES = [ComplexRope(d) for d in (2, 1)]
+COMPLEX_ROPES = [ComplexRope("complex", d) for d in (2, 1)]

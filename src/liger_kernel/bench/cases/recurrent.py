@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.bench.measured import Measured, Passing, real, timed
+from liger_kernel.ops._core import Case
 from liger_kernel.ops.recurrent.causal_conv1d import _gates as gates, _tensors as channels
 from liger_kernel.ops.recurrent.gated_delta_rule import _states_of as states, _tensors as heads
 from liger_kernel.ops.recurrent.kda import _tensors as kda_heads
@@ -43,6 +47,16 @@ def _log_decay_torch(a, A_log, dt_bias):
     return -A_log.float().exp().repeat_interleave(a.shape[-1] // len(A_log)) * F.softplus(a.float() + dt_bias)
 
 
+def _of_rule(model: str, tensors: Callable[..., dict[str, Any]], *sizes: int) -> list[Case]:
+    """Cases of a delta rule: ``sizes`` of its tensors after batch and length, the last three of its states."""
+    return [
+        real(model, **tensors(4, 2048, *sizes)),
+        real("states", **tensors(2, 1024, *sizes), **states(2, *sizes[-3:])),
+        timed(f"{model}-8k", **tensors(1, 8192, *sizes)),
+        timed(f"{model}-32k", **tensors(1, 32768, *sizes)),
+    ]
+
+
 RECURRENT = {
     "causal_conv1d": Measured(
         cases=[
@@ -53,21 +67,11 @@ RECURRENT = {
         rivals={"torch": Passing(_causal_conv1d_torch, "x w act")},
     ),
     "gated_delta_rule": Measured(
-        cases=[
-            real("qwen3-next", **heads(4, 2048, 16, 32, 128, 128)),
-            real("states", **heads(2, 1024, 16, 32, 128, 128), **states(2, 32, 128, 128)),
-            timed("qwen3-next-8k", **heads(1, 8192, 16, 32, 128, 128)),
-            timed("qwen3-next-32k", **heads(1, 32768, 16, 32, 128, 128)),
-        ],
+        cases=_of_rule("qwen3-next", heads, 16, 32, 128, 128),
         rivals={"torch": Passing(_gated_delta_rule_torch, "q k v g beta qk_l2norm")},
     ),
     "kda": Measured(
-        cases=[
-            real("kimi-linear", **kda_heads(4, 2048, 32, 128, 128)),
-            real("states", **kda_heads(2, 1024, 32, 128, 128), **states(2, 32, 128, 128)),
-            timed("kimi-linear-8k", **kda_heads(1, 8192, 32, 128, 128)),
-            timed("kimi-linear-32k", **kda_heads(1, 32768, 32, 128, 128)),
-        ],
+        cases=_of_rule("kimi-linear", kda_heads, 32, 128, 128),
         rivals={"torch": Passing(_kda_torch, "q k v g beta qk_l2norm")},
     ),
     "log_decay": Measured(

@@ -7,6 +7,7 @@ import gc
 import inspect
 import itertools
 import linecache
+import os
 import traceback
 import weakref
 
@@ -320,6 +321,24 @@ def test_other_forwards_stay(form):
     assert rules.fused(written(STAY[form])) is None
     assert rules.fused(nn.Linear.forward) is None
     assert rules.fused(written(JOINED)) is not None and rules.fused(written(TURNED)) is not None
+
+
+@needs_kernels
+def test_few_frames_lie_between_the_model_and_a_kernel(monkeypatch):
+    """Each is host time, and a line of every traceback."""
+    package, found = os.path.dirname(_op.__file__).removesuffix("ops/_core"), {}
+
+    def launched(kernel, *_, **__):
+        files = [f.f_code.co_filename for f, _ in traceback.walk_stack(None)]
+        found.setdefault(kernel.__name__, sum(file.startswith((package, "<liger_kernel")) for file in files))
+
+    model = make("llama", num_hidden_layers=1)
+    ours._apply_liger_kernel_to_instance(model)
+    monkeypatch.setattr(_op, "_start", lambda _, *launch: launched(*launch))
+    with served_by_kernels_or_references():
+        interpreted()
+        model(**tokens())
+    assert {name: found[name] - 1 for name in ("_fwd", "_rope", "_rows")} == {"_fwd": 7, "_rope": 9, "_rows": 11}
 
 
 @needs_kernels

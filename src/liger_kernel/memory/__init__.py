@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ __all__ = [
     "readers_done",
     "readers_follow",
     "recomputed",
+    "recomputing",
     "rematerialised",
 ]
 LEVELS = ("off", "cheap", "mlp")  # "mlp": besides, the projections before a gated activation are multiplied again
@@ -150,7 +152,11 @@ class _Region:
             self.hooks.__exit__()
             self.hooks = None
 
-    def end(self) -> None:
+    def __enter__(self) -> None:
+        _local.region = self
+
+    def __exit__(self, *_: Any) -> None:
+        _local.region = None
         self.close()
         self.by_storage, self.by_node = {}, {}  # saved tensors hold the hooks, and these the region
 
@@ -162,12 +168,7 @@ class _Region:
         self.open()
 
     def pack(self, t: Tensor) -> Any:
-        # leaves are weights and inputs, which nothing computes again
-        node = t.grad_fn
-        if node is None or type(t) not in PLAIN or t.layout is not torch.strided:
-            return self.save(t)
-        entry = self.by_storage.get(t.untyped_storage()._cdata) or self._cast(t, node)
-        if entry is not None:
+        if (entry := self.entry(t)) is not None:
             y, version, recipe = entry
             # a change in place, of the value or of its cast, is not part of the recipe
             if y._version == version and (t.dtype == y.dtype or t._version == 0) and recipe.available():
@@ -175,8 +176,14 @@ class _Region:
                 return _Value(recipe, t.dtype, t.size(), t.stride(), t.storage_offset())
         return self.save(t)
 
-    def _cast(self, t: Tensor, node: Any) -> tuple[Tensor, int, _Recipe] | None:
-        """What ``t`` is a cast, or a view of a cast, of, as autocast makes one for each Linear."""
+    def entry(self, t: Tensor) -> tuple[Tensor, int, _Recipe] | None:
+        """The value that ``t`` is a view of, or of a cast of, as autocast makes one for each Linear."""
+        # leaves are weights and inputs, which nothing computes again
+        node: Any = t.grad_fn
+        if node is None or type(t) not in PLAIN or t.layout is not torch.strided:
+            return None
+        if (found := self.by_storage.get(t.untyped_storage()._cdata)) is not None:
+            return found
         while (name := type(node).__name__) in VIEWS:
             node = node.next_functions[0][0]
         if name != "ToCopyBackward0":
@@ -235,10 +242,9 @@ def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **opt
 def recomputed(t: Tensor) -> bool:
     """Whether saving ``t`` now saves only how to compute it again."""
     region = None if torch.compiler.is_compiling() else _local.region
-    if region is None or region.hooks is None or type(t) not in PLAIN or t.grad_fn is None:
+    if region is None or region.hooks is None or (entry := region.entry(t)) is None:
         return False
-    entry = region.by_storage.get(t.untyped_storage()._cdata) or region._cast(t, t.grad_fn)
-    return entry is not None and entry[2].available()
+    return entry[2].available()
 
 
 def last(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -298,22 +304,25 @@ def projected(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return checkpoint(function, x, use_reentrant=False)
 
 
-def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
-    """Wrap the ``forward`` of a layer: values of ``cheap`` are recomputed in the backward pass
+def recomputing(level: str = "cheap") -> AbstractContextManager[None]:
+    """For the body of a layer's forward: values of ``cheap`` are recomputed in the backward pass
     instead of saved. Gradients are bit-identical."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _local.region is not None:
+        return nullcontext()
+    save = offload.saved_by()
+    if save is None or not hooks_allowed() or _private.backward_node() is not None:
+        return nullcontext()
+    return _Region(level, save)
+
+
+def rematerialised(forward: Callable, level: str = "cheap") -> Callable:
+    """``forward`` of a layer ``recomputing``; itself at level "off"."""
+    if level == "off":
+        return forward
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _local.region is not None:
+        with recomputing(level):
             return forward(self, *args, **kwargs)
-        save = offload.saved_by()
-        if save is None or not hooks_allowed() or _private.backward_node() is not None:
-            return forward(self, *args, **kwargs)
-        _local.region = region = _Region(level, save)
-        try:
-            return forward(self, *args, **kwargs)
-        finally:
-            _local.region = None
-            region.end()
 
     return wrapper

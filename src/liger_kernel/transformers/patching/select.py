@@ -109,12 +109,8 @@ def _named_as(function: Any, stock: Callable) -> Callable:
 
 def _with_steps(forward: Callable, parts: Parts, level: str) -> Callable:
     """``forward`` rewritten by the rules ``parts``, recomputing cheap values as ``level`` says."""
-
-    def change(inner: Any) -> Callable:
-        inner = rules.fused(inner, parts) or inner
-        return inner if level == "off" else memory.rematerialised(inner, level)
-
-    return _calling_as(rules.fused(core(forward), parts) or forward, within(forward, change))
+    change = lambda inner: rules.fused(inner, parts, level) or memory.rematerialised(inner, level)
+    return _calling_as(rules.fused(core(forward), parts, level) or forward, within(forward, change))
 
 
 @functools.cache
@@ -211,8 +207,8 @@ def _of_steps(module: types.ModuleType, row: Family, parts: Mapping[str, Any], h
         stock = original(cls, "forward")
         inner, names, found, level = core(stock), _IN_OTHERS, frozenset[str](), "off"
         if cls in layers:
-            names, found = _IN_LAYERS, rules.parts_in(inner, wanted)
             level = memory.level_of(parts.get("rematerialise")) if slots & CHEAP else "off"
+            names, found = _IN_LAYERS, rules.parts_in(inner, wanted, level)
         elif cls not in done and isinstance(inner, types.FunctionType):
             # norms of heads run together with their rotation, in a forward that rotates
             found = rules.parts_in(inner, wanted if ropes & set(inner.__code__.co_names) else wanted - {NORMS})

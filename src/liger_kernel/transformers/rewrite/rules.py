@@ -53,6 +53,8 @@ becomes
 becomes
 
     g = decays(A, self.A_log, self.dt_bias)
+
+What is rewritten of a layer that recomputes cheap values runs in ``with recomputing(level):``.
 """
 
 from __future__ import annotations
@@ -104,6 +106,7 @@ from liger_kernel.transformers.rewrite.source import (
 )
 
 ADD_NORM, NORM_ROPE, LAST = "_liger_add_norm", "_liger_norm_rope", "_liger_last"
+RECOMPUTING = "_liger_recomputing"
 
 
 # -- norms: what runs
@@ -112,9 +115,7 @@ ADD_NORM, NORM_ROPE, LAST = "_liger_add_norm", "_liger_norm_rope", "_liger_last"
 def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
     """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm
     without hooks or wrappers and kernels can run it on ``x``."""
-    if torch.compiler.is_compiling() or decoding(x) or not plain(x):
-        return None
-    if not use_kernels(x) or not x.is_floating_point():
+    if torch.compiler.is_compiling() or decoding(x) or not plain(x) or not use_kernels(x):
         return None
     function = getattr(getattr(norm, "forward", None), "__func__", None)
     form = NORM_FORMS.get(function) if function is not None and isinstance(norm, nn.Module) else None
@@ -548,35 +549,39 @@ def _with_decays(block: list[ast.stmt], at: int) -> int:
 
 NORMS, PROJECTIONS, MASKS, GATES = "norms", "projections", "masks", "gates"
 # what the source that the rules write calls
-_HELPERS: dict[str, Any] = {ADD_NORM: add_norm, NORM_ROPE: norm_rope, LAST: memory.last}
-_HELPERS |= {LINEAR: linear, SHARED: shared_once, EXPERTS: experts, INFORMED: informed, DECAYS: decays}
+_HELPERS: dict[str, Any] = {ADD_NORM: add_norm, NORM_ROPE: norm_rope, INFORMED: informed, DECAYS: decays}
+_HELPERS |= {LINEAR: linear, SHARED: shared_once, EXPERTS: experts}
+_HELPERS |= {RECOMPUTING: memory.recomputing, LAST: memory.last}
 
-# forward, rules -> what they make of it, and those of them that find something
-_FUSED: dict[tuple[Callable, frozenset[str]], tuple[types.FunctionType | None, frozenset[str]]] = {}
-
-
-def fused(forward: Any, parts: frozenset[str] = frozenset({NORMS})) -> types.FunctionType | None:
-    """Return ``forward`` rewritten by the rules ``parts``; None if they find nothing, or if its
-    source is not what runs (a wrapper, a closure, a changed function)."""
-    return _fused(forward, parts)[0]
+# forward, rules, level -> what they make of it, and those of them that find something
+_FUSED: dict[tuple[Callable, frozenset[str], str], tuple[types.FunctionType | None, frozenset[str]]] = {}
 
 
-def parts_in(forward: Any, parts: frozenset[str]) -> frozenset[str]:
+def fused(forward: Any, parts: frozenset[str] = frozenset({NORMS}), level: str = "off") -> types.FunctionType | None:
+    """Return ``forward`` rewritten by the rules ``parts``, recomputing as ``level`` says; None if they
+    find nothing, or if its source is not what runs (a wrapper, a closure, a changed function)."""
+    return _fused(forward, parts, level)[0]
+
+
+def parts_in(forward: Any, parts: frozenset[str], level: str = "off") -> frozenset[str]:
     """Those of the rules ``parts`` that find something in ``forward``."""
-    return _fused(forward, parts)[1]
+    return _fused(forward, parts, level)[1]
 
 
-def _fused(forward: Any, parts: frozenset[str]) -> tuple[types.FunctionType | None, frozenset[str]]:
+def _fused(forward: Any, parts: frozenset[str], level: str) -> tuple[types.FunctionType | None, frozenset[str]]:
     if not isinstance(forward, types.FunctionType):
         return None, frozenset()
-    if (forward, parts) not in _FUSED:
+    if (forward, parts, level) not in _FUSED:
         tree = tree_of(forward) if parts else None
         found, linears = _rewrite(tree, parts, forward) if tree is not None else (frozenset(), frozenset())
+        if tree is not None and level != "off":
+            (region,) = build(f"with {RECOMPUTING}({level!r}):\n    ...", {})
+            region.body, tree.body = tree.body, [region]  # type: ignore[attr-defined]  # a with
         new = _compiled(forward, tree, {}, linears) if tree is not None and found else None
         # rules that find nothing change nothing: who asks for the others alone gets the same
         # function
-        _FUSED[forward, parts] = _FUSED[forward, found] = new, found
-    return _FUSED[forward, parts]
+        _FUSED[forward, parts, level] = _FUSED[forward, found, level] = new, found
+    return _FUSED[forward, parts, level]
 
 
 @functools.cache

@@ -160,13 +160,6 @@ class _Region:
         self.close()
         self.by_storage, self.by_node = {}, {}  # saved tensors hold the hooks, and these the region
 
-    def declare(
-        self, y: Tensor, op: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], options: dict[str, Any]
-    ) -> None:
-        entry = y, y._version, _Recipe(y, op, [t if t is None else self.save(t) for t in tensors], options)
-        self.by_storage[y.untyped_storage()._cdata] = self.by_node[y.grad_fn] = entry
-        self.open()
-
     def pack(self, t: Tensor) -> Any:
         if (entry := self.entry(t)) is not None:
             y, version, recipe = entry
@@ -236,7 +229,9 @@ def declare(y: Tensor, op: Callable[..., Tensor], *tensors: Tensor | None, **opt
     if y.grad_fn is not None and all(
         t is None or (type(t) in PLAIN and not hasattr(t, "ds_id")) for t in (y, *tensors)
     ):
-        region.declare(y, op, tensors, options)
+        recipe = _Recipe(y, op, [t if t is None else region.save(t) for t in tensors], options)
+        region.by_storage[y.untyped_storage()._cdata] = region.by_node[y.grad_fn] = y, y._version, recipe
+        region.open()
 
 
 def recomputed(t: Tensor) -> bool:

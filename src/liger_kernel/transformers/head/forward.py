@@ -74,9 +74,8 @@ def fused(forward: Callable, keep_logits: bool = False, memory: str | int = "aut
     given, and its output may be anything.
     """
     signature = inspect.signature(forward)
-    names = list(signature.parameters)
     variadic = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-    own_options = [n for n in LOSS_OPTIONS if n not in names]
+    own_options = [n for n in LOSS_OPTIONS if n not in signature.parameters]
     positional, more = _positional(forward)
     without_mask = attention.unmasked(forward)
     declare_outputs(sys.modules.get(forward.__module__))

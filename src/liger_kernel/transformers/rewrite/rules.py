@@ -130,12 +130,7 @@ def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
     form = _form_of(norm, a)
     # rows with other strides may be added in another order, and a separate kernel to recompute them
     # is not worth it
-    if (
-        form is None
-        or not a.shape[-1]
-        or not a.is_contiguous()
-        or (b is not None and not (_added_as_one(a, b) and b.is_contiguous()))
-    ):
+    if form is None or not a.shape[-1] or not a.is_contiguous() or not (b is None or _added_as_one(a, b)):
         s = a if b is None else a + b
         return s, norm(s)
     offset, casting, eps = form
@@ -148,7 +143,7 @@ def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
 
 
 def _added_as_one(a: Tensor, b: Any) -> bool:
-    return plain(b) and b.shape == a.shape and b.dtype == a.dtype and b.device == a.device
+    return plain(b) and b.is_contiguous() and (b.shape, b.dtype, b.device) == (a.shape, a.dtype, a.device)
 
 
 def norm_rope(

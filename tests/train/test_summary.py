@@ -14,10 +14,10 @@ import transformers
 from small_runs import small_run
 
 from liger_kernel.model_sizes import MODELS, config_of
-from liger_kernel.train import loop
+from liger_kernel.train import loop, preview, ranks
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.measure import as_clock
-from liger_kernel.train.summary import summary
+from liger_kernel.train.session import Session
 
 
 @pytest.fixture
@@ -54,18 +54,23 @@ def test_a_run_without_kernels_says_so(config, capsys):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """The summary of a run, as if its model were on a GPU of 1 GB."""
-    from liger_kernel.train import summary as module
-
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {"total_memory": 10**9}))
-    monkeypatch.setattr(module, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(preview, "device_name", lambda device: "a GPU")
     monkeypatch.setattr("liger_kernel.train.fit._arch", lambda: "sm90")  # nor is a GPU of this machine asked
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config_of(MODELS["llama-3.2-1b"]), dtype=torch.bfloat16)
     data = types.SimpleNamespace(train=range(10), eval=[], tokenizer=types.SimpleNamespace(eos_token_id=2))
-    return lambda world=1, **run: summary(
-        TrainConfig(kernels="off", **run), data, model, "sdpa", torch.device("cuda"), "bf16", world
-    )
+
+    def said(world=1, **run):
+        config, gpu, of_ranks = (
+            TrainConfig(kernels="off", **run),
+            torch.device("cuda"),
+            ranks.Ranks(0, world, None, None),
+        )
+        return preview.summary(Session(config, data, model, gpu, "bf16", of_ranks, ranks.Stop()), "sdpa")
+
+    return said
 
 
 def test_a_gpu_that_is_too_small_is_named(on_a_gpu):

@@ -26,8 +26,7 @@ from small_runs import forget_the_newest, refused, save_model, small_run, write_
 from liger_kernel import cli
 from liger_kernel.train import checkpoint, hf, loop, ranks
 from liger_kernel.train.config import UserError
-from liger_kernel.train.optimizer import learning_rate
-from liger_kernel.train.session import Session
+from liger_kernel.train.session import Session, learning_rate
 
 pytestmark = pytest.mark.usefixtures("references")
 CHAT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "uno, dos"}]

@@ -29,15 +29,14 @@ PREEMPTED = 75  # train.ranks.EXIT_PREEMPTED; that module needs torch, this one 
 USER = 1000
 
 
-def objects(job: Job, limits: monitoring.Thresholds | None = None) -> list[Object]:
+def objects(job: Job, limits: dict[str, Any] | None = None) -> list[Object]:
     """All objects that the job needs on a cluster with its operators, in the order for applying
     them. ``limits``: alert thresholds (default: the job's)."""
-    found = [_config(job), *_service_account(job), *_queue(job), _network_policy(job)]
+    config = _object("ConfigMap", job, data={"train.json": train_json(job)})
+    found = [config, *_service_account(job), *_queue(job), _network_policy(job)]
     if job.metrics:
-        found += [
-            _pod_monitor(job),
-            _object("PrometheusRule", _metadata(job, monitoring=True), spec=monitoring.rules(job, limits=limits)),
-        ]
+        rules = monitoring.rules(job, limits=limits)
+        found += [_pod_monitor(job), _object("PrometheusRule", job, job.monitor_labels, spec=rules)]
     return found + RUNS[job.kind](job)
 
 
@@ -63,7 +62,7 @@ def _pytorchjob(job: Job) -> list[Object]:
             }
         },
     }
-    return [_object("PyTorchJob", _queued(job), spec=spec)]
+    return [_object("PyTorchJob", job, _queued(job), spec=spec)]
 
 
 def _trainjob(job: Job) -> list[Object]:
@@ -73,12 +72,9 @@ def _trainjob(job: Job) -> list[Object]:
     moved = {name: container.pop(name) for name in ("command", "args")}
     step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
     replicated = [{"name": "node", "template": {"metadata": step, "spec": node}}]
-    metadata = _metadata(job)
-    metadata["labels"] = metadata["labels"] | {"trainer.kubeflow.org/framework": "torch"}
     template = {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": replicated}}
-    runtime = _object(
-        "TrainingRuntime", metadata, spec={"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": template}
-    )
+    of_runtime = {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": template}
+    runtime = _object("TrainingRuntime", job, {"trainer.kubeflow.org/framework": "torch"}, spec=of_runtime)
     spec = {
         "suspend": bool(job.queue),
         "runtimeRef": {
@@ -94,7 +90,7 @@ def _trainjob(job: Job) -> list[Object]:
             "resourcesPerNode": _resources(job),
         },
     }
-    return [runtime, _object("TrainJob", _queued(job), spec=spec)]
+    return [runtime, _object("TrainJob", job, _queued(job), spec=spec)]
 
 
 def _jobset(job: Job) -> list[Object]:
@@ -106,7 +102,7 @@ def _jobset(job: Job) -> list[Object]:
         "failurePolicy": _failure_policy(job),
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": node}}],
     }
-    return [_object("JobSet", _queued(job), spec=spec)]
+    return [_object("JobSet", job, _queued(job), spec=spec)]
 
 
 RUNS: dict[str, Callable[[Job], list[Object]]] = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
@@ -272,10 +268,6 @@ def _resources(job: Job, devices: bool = True) -> Object:
     return {"limits": limits, "requests": dict(limits)}
 
 
-def _config(job: Job) -> Object:
-    return _object("ConfigMap", _metadata(job), data={"train.json": train_json(job)})
-
-
 def train_json(job: Job) -> str:
     """The JSON file for ``liger train --config`` in a pod, or anywhere else."""
     return json.dumps(dataclasses.asdict(job.config), indent=2) + "\n"
@@ -284,8 +276,9 @@ def train_json(job: Job) -> str:
 def _service_account(job: Job) -> list[Object]:
     if not job.role:
         return []
-    metadata = {**_metadata(job), "annotations": {ROLE: job.role} | job.annotations}
-    return [_object("ServiceAccount", metadata, automountServiceAccountToken=False)]
+    account = _object("ServiceAccount", job, automountServiceAccountToken=False)
+    account["metadata"]["annotations"] = {ROLE: job.role} | job.annotations
+    return [account]
 
 
 def _queue(job: Job) -> list[Object]:
@@ -293,7 +286,7 @@ def _queue(job: Job) -> list[Object]:
     found: list[Object] = []
     if job.quota_nodes:
         flavor = f"{job.cluster_queue}-nodes"
-        found.append(_object("ResourceFlavor", {"name": flavor}, spec={"nodeLabels": job.node_selector}))
+        found.append(_of_kind("ResourceFlavor", {"name": flavor}, spec={"nodeLabels": job.node_selector}))
         quotas = [
             {"name": name, "nominalQuota": times(quantity, job.quota_nodes)}
             for name, quantity in _resources(job)["limits"].items()
@@ -304,10 +297,10 @@ def _queue(job: Job) -> list[Object]:
             "preemption": {"withinClusterQueue": "LowerPriority"},
             "resourceGroups": groups,
         }
-        found.append(_object("ClusterQueue", {"name": job.cluster_queue}, spec=spec))
+        found.append(_of_kind("ClusterQueue", {"name": job.cluster_queue}, spec=spec))
     if job.cluster_queue:
         metadata = {"name": job.queue, "namespace": job.namespace}
-        found.append(_object("LocalQueue", metadata, spec={"clusterQueue": job.cluster_queue}))
+        found.append(_of_kind("LocalQueue", metadata, spec={"clusterQueue": job.cluster_queue}))
     return found
 
 
@@ -334,14 +327,14 @@ def _network_policy(job: Job) -> Object:
         "ingress": ingress,
         "egress": egress,
     }
-    return _object("NetworkPolicy", _metadata(job), spec=spec)
+    return _object("NetworkPolicy", job, spec=spec)
 
 
 def _pod_monitor(job: Job) -> Object:
     named = [{"targetLabel": "run", "replacement": job.name}]
     endpoints = [{"port": f"metrics-{i}", "interval": "15s", "relabelings": named} for i in range(job.processes)]
     spec = {"selector": {"matchLabels": labels(job)}, "podMetricsEndpoints": endpoints}
-    return _object("PodMonitor", _metadata(job, monitoring=True), spec=spec)
+    return _object("PodMonitor", job, job.monitor_labels, spec=spec)
 
 
 def labels(job: Job) -> dict[str, str]:
@@ -349,24 +342,22 @@ def labels(job: Job) -> dict[str, str]:
     return {"app.kubernetes.io/name": "liger-train", "app.kubernetes.io/instance": job.name}
 
 
-def _metadata(job: Job, monitoring: bool = False) -> Object:
-    added = job.labels | (job.monitor_labels if monitoring else {})
-    return {"name": job.name, "namespace": job.namespace, "labels": labels(job) | added, **_annotated(job)}
-
-
 def _annotated(job: Job) -> Object:
     return {"annotations": job.annotations} if job.annotations else {}
 
 
-def _object(kind: str, metadata: Object, **rest: Any) -> Object:
+def _object(kind: str, job: Job, added: dict[str, str] | None = None, **rest: Any) -> Object:
+    """An object of the job's own, with ``added`` labels."""
+    names = {"name": job.name, "namespace": job.namespace, "labels": labels(job) | job.labels | (added or {})}
+    return _of_kind(kind, names | _annotated(job), **rest)
+
+
+def _of_kind(kind: str, metadata: Object, **rest: Any) -> Object:
     return {"apiVersion": API[kind], "kind": kind, "metadata": metadata, **rest}
 
 
-def _queued(job: Job) -> Object:
-    metadata = _metadata(job)
-    return (
-        {**metadata, "labels": metadata["labels"] | {"kueue.x-k8s.io/queue-name": job.queue}} if job.queue else metadata
-    )
+def _queued(job: Job) -> dict[str, str]:
+    return {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {}
 
 
 def _least(job: Job) -> int:

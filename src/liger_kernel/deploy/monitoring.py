@@ -6,40 +6,39 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liger_kernel.deploy.job import Job
 
 
-class Thresholds(NamedTuple):
-    """The thresholds of a job's alerts. A chart has expressions in their place, because its
-    values may change them."""
-
-    steps: Any  # all steps of the run
-    last: Any  # a run that stands still after this step has ended: its last log line may be missed
-    every: Any  # steps between checkpoints
-    behind: Any  # largest number of steps without a checkpoint
-    age: Any  # largest age of the newest checkpoint in seconds
-
-
-def thresholds(job: Job) -> Thresholds:
+def thresholds(job: Job) -> dict[str, Any]:
+    """Those of a job's alerts."""
     train = job.train
-    last = train.steps - 2 * train.log_every
-    return Thresholds(train.steps, last, train.checkpoint_every, 2 * train.checkpoint_every, job.checkpoint_age)
+    return {
+        "steps": train.steps,
+        # a run that stands still after this step has ended: its last log line may be missed
+        "last": train.steps - 2 * train.log_every,
+        "every": train.checkpoint_every,
+        # the most steps without a checkpoint
+        "behind": 2 * train.checkpoint_every,
+        # the most seconds since the newest checkpoint
+        "age": job.checkpoint_age,
+    }
 
 
 def rules(
-    job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", limits: Thresholds | None = None
+    job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", limits: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """The Prometheus rules of one job: alerts over the last ``window`` (or ``memory``, for
-    comparison with usual values) that fire after ``hold``.
+    comparison with usual values) that fire after ``hold``. A chart has expressions as ``limits`` in
+    the place of the job's thresholds, because its values may change them.
 
     What grew is compared with its value one window ago: a series that did not exist then counts
     from 0, unlike with ``increase()``.
     """
     values = {"run": job.name, "window": window, "hold": hold, "memory": memory}
-    values |= (limits or thresholds(job))._asdict()
+    values |= limits or thresholds(job)
     text = Path(__file__).with_name("rules.json").read_text()
     # escaped as in a JSON string, whose quotes are there already
     return json.loads(re.sub(r"@(\w+)@", lambda mark: json.dumps(str(values[mark[1]]))[1:-1], text))

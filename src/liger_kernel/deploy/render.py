@@ -134,18 +134,18 @@ CHART_LABELS = {
     "app.kubernetes.io/managed-by": ".Release.Service | quote",
     "helm.sh/chart": 'printf "%s-%s" .Chart.Name .Chart.Version | quote',
 }
-THRESHOLDS = monitoring.Thresholds(
-    steps="int64 .Values.train.steps",
-    last="sub (int64 .Values.train.steps) (mul 2 (int64 .Values.train.log_every))",
-    every="int64 .Values.train.checkpoint_every",
-    behind="mul 2 (int64 .Values.train.checkpoint_every)",
-    age="int64 .Values.checkpoint_age",
-)
+THRESHOLDS = {  # of ``monitoring.thresholds``
+    "steps": "int64 .Values.train.steps",
+    "last": "sub (int64 .Values.train.steps) (mul 2 (int64 .Values.train.log_every))",
+    "every": "int64 .Values.train.checkpoint_every",
+    "behind": "mul 2 (int64 .Values.train.checkpoint_every)",
+    "age": "int64 .Values.checkpoint_age",
+}
 # name in a mark -> Helm's expression. int64, because Helm would write a large number as 3e+06
 EXPRESSIONS = {
     **{name: f".Values.{name}" for name in (*TEXTS, *OPTIONS)},
     **{name: f"int64 .Values.{name}" for name in NUMBERS},
-    **{f"limit-{name}": expression for name, expression in THRESHOLDS._asdict().items()},
+    **{f"limit-{name}": expression for name, expression in THRESHOLDS.items()},
     **CHART_LABELS,
     "name": 'include "liger.name" .',
     "namespace": ".Release.Namespace",
@@ -224,7 +224,7 @@ def _templates(job: Job, names: list[str]) -> dict[str, str]:
         each = f"{mark}_each-{name}_"
         kind = Number if name in NUMBERS else str
         setattr(marked, name, {each: ""} if name in MAPS else [each] if name in LISTS else kind(f"{mark}_{name}_"))
-    limits = monitoring.Thresholds(*(f"{mark}_limit-{name}_" for name in THRESHOLDS._fields))
+    limits = {name: f"{mark}_limit-{name}_" for name in THRESHOLDS}
     files = {}
     for o in objects(marked, limits):
         if o["kind"] == "ConfigMap":

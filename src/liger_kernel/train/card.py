@@ -14,8 +14,8 @@ from liger_kernel.train.adapters import described
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.files import write
 from liger_kernel.train.mistakes import note
+from liger_kernel.train.preview import rows_of
 from liger_kernel.train.redact import in_a_line, redacted
-from liger_kernel.train.summary import rows_of
 from liger_kernel.train.trained import QUANTIZE
 
 CARD, PICTURE = "README.md", "loss.png"

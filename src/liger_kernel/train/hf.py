@@ -21,9 +21,18 @@ from liger_kernel.train.checkpoint import first_whole, step_of, torn
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import read_object
 from liger_kernel.train.model import replacing
-from liger_kernel.train.optimizer import optimizer_of, scheduler
 from liger_kernel.train.redact import in_a_line
-from liger_kernel.train.session import Following, Observers, Session, accept, configured, numbers, refuse_nonfinite
+from liger_kernel.train.session import (
+    Following,
+    Observers,
+    Session,
+    accept,
+    configured,
+    numbers,
+    optimizer_of,
+    refuse_nonfinite,
+    scheduler,
+)
 
 
 class _Places(Dataset):

@@ -23,8 +23,17 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.measure import as_clock
 from liger_kernel.train.mistakes import needs
 from liger_kernel.train.model import save
-from liger_kernel.train.optimizer import optimizer_of, scheduler
-from liger_kernel.train.session import Following, Observers, Session, accept, configured, numbers, refuse_nonfinite
+from liger_kernel.train.session import (
+    Following,
+    Observers,
+    Session,
+    accept,
+    configured,
+    numbers,
+    optimizer_of,
+    refuse_nonfinite,
+    scheduler,
+)
 
 with needs("trainer lightning", "lightning"):
     import lightning as L

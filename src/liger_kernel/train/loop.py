@@ -39,11 +39,19 @@ from liger_kernel.train.model import (
     save,
     split,
 )
-from liger_kernel.train.optimizer import learning_rate, optimizer_of, require
 from liger_kernel.train.ranks import DelayedReduce, Preempted, Ranks, Stop, joined, restarts, told_to_stop
-from liger_kernel.train.session import Observers, Session, not_to_resume, refuse_nonfinite, refuse_other, seed_all
+from liger_kernel.train.session import (
+    Observers,
+    Session,
+    learning_rate,
+    not_to_resume,
+    optimizer_of,
+    refuse_nonfinite,
+    refuse_other,
+    require,
+    seed_all,
+)
 from liger_kernel.train.store import stored
-from liger_kernel.train.summary import summary
 from liger_kernel.train.token_rows import on
 
 # steps in a row without finite gradients after which `--nonfinite skip` gives up: more data will
@@ -77,20 +85,20 @@ def train(config: TrainConfig) -> dict[str, Any]:
         data = stack.enter_context(contextlib.closing(load(config)))
         with explaining(config, device, ranks):
             model = build(config, data.tokenizer, device, precision)
+        session = Session(config, data, model, device, precision, ranks, stop, store)
         attention = attend(config, data.rows, model, device, precision)
         data.check(model.config.get_text_config().vocab_size)
         if ranks.first:
-            print(summary(config, data, model, attention, device, precision, ranks.world), flush=True)
+            print(preview.summary(session, attention), flush=True)
         if config.dry_run:
             with explaining(config, device, ranks, model.config):
                 if ranks.first:
-                    preview.show(config, data, model, device, precision, ranks.world)
+                    preview.show(session)
             return {}
         if device.type == "cuda" and config.kernels == "on":
             use_cache()
             compile_ahead(config, model.config, precision, ranks)
         stop.early = False
-        session = Session(config, data, model, device, precision, ranks, stop, store)
         samples = preview.Samples(session)
         with explaining(config, device, ranks, model.config):
             metrics = _trainer(config)(session)

@@ -1,5 +1,6 @@
-"""What a run shows of its data and of what it has learnt: rows with labels marked and the time
-that steps take (``--dry-run``), answers before and after training, and a loss that stays."""
+"""What a run shows: model, kernels, data, device and the memory that it expects to need; rows with
+labels marked and the time that steps take (``--dry-run``); answers before and after training, and a
+loss that stays."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ from typing import Any
 
 import torch
 
+from liger_kernel.train import adapters
 from liger_kernel.train.config import TrainConfig
-from liger_kernel.train.measure import PeakMemory, StepClock, as_clock, peak_flops
+from liger_kernel.train.measure import PeakMemory, StepClock, as_clock, device_name, peak_flops
 from liger_kernel.train.mistakes import note
-from liger_kernel.train.model import flops_per_token, mixed
+from liger_kernel.train.model import flags_for, flops_per_token, mixed
+from liger_kernel.train.ranks import restarts
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.session import Session
-from liger_kernel.train.summary import gb, rows_of
+from liger_kernel.train.stream import Stream
 from liger_kernel.train.token_rows import IGNORE, Data, on
 
 # rows that are shown, pieces of a row, and characters of a piece
@@ -28,20 +31,109 @@ ANSWER = 48
 USED = 0.4
 
 
+def summary(session: Session, attention: str) -> str:
+    """The lines, on rank 0."""
+    config, model, world = session.config, session.model, session.ranks.world
+    no_end = "; the tokenizer has no end token: texts are joined without one, and an answer does not learn to end"
+    trained, total = parameters(model)
+    part = "all of them trained" if trained == total else f"{trained:,} of them trained ({trained / max(1, total):.2%})"
+    counted = f"{trained:,} of {total:,} parameters"
+    lines = [
+        f"model: {config.model or 'random weights'} ({model.config.model_type}), {total:,} parameters, {part}",
+        *([f"adapters: {adapters.described(config)}; {counted} are trained"] if config.lora else []),
+        *kernels(config, model),
+        f"attention: {attention}",
+        f"data: {_data(session)}{no_end if session.data.tokenizer.eos_token_id is None else ''}",
+        f"device: {device_name(session.device)}, {session.precision}"
+        f"{f', {world} ranks ({config.parallel})' if world > 1 else ''}, trainer {config.trainer}",
+        f"memory: {_memory(session)}",
+    ]
+    return "\n".join(lines)
+
+
+def parameters(model: Any) -> tuple[int, int]:
+    """How many parameters are trained, and how many there are; values of 4 bits count one by
+    one."""
+    if hasattr(model, "get_nb_trainable_parameters"):
+        return model.get_nb_trainable_parameters()
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes)
+
+
+def kernels(config: TrainConfig, model: Any) -> list[str]:
+    """What is patched and what is not, each with the reason."""
+    if config.kernels == "off":
+        return ["patched: nothing (--kernels off): the model is as Hugging Face ships it"]
+    from liger_kernel.transformers.patching.report import patches_report, projections_report
+
+    report = patches_report(model, flags_for(config, model.config.model_type))
+    lines = [report.line.replace("liger_kernel", "kernels"), *str(report).splitlines()]
+    return [*lines, *([f"projections: {projections_report(model)}"] if config.lora or config.fp8 else [])]
+
+
+def rows_of(config: TrainConfig, world: int) -> int:
+    """The rows of a step of a run that begins."""
+    return config.global_batch or config.batch * config.accumulate * (world // config.sharing(world))
+
+
+def _data(session: Session) -> str:
+    data, rows = session.data, rows_of(session.config, session.ranks.world)
+    config = session.config.in_steps(rows, len(data.train))
+    wanted = f"{config.steps:,} steps of {rows:,} rows"
+    if isinstance(data, Stream):
+        return (
+            f"{config.data}, read in parts of {config.stream:g} million characters, rows of at most "
+            f"{config.length:,} tokens; {wanted}"
+        )
+    passes = config.steps * rows / max(1, len(data.train))
+    source = f" of {config.eval_data}" if config.eval_data else ""
+    held = f", {len(data.eval):,} more{source} for evaluation" if data.eval else ""
+    return (
+        f"{config.data}, {len(data.train):,} rows of at most {config.length:,} tokens to train on{held}; "
+        f"{wanted}: {passes:.2f} passes over the data"
+    )
+
+
+def _memory(session: Session) -> str:
+    if session.device.type != "cuda":
+        return "not estimated on a CPU"
+    if restarts():
+        return "as it was estimated when the run began"
+    try:
+        # needs Triton
+        from liger_kernel.train.fit import expected
+
+        found = expected(session.model.config, session.config, session.ranks.world)
+    # an estimate that only informs must not end a run
+    except Exception as error:
+        return f"not estimated: {in_a_line(error)}"
+    total = torch.cuda.get_device_properties(session.device).total_memory
+    beyond = ". That is more than the GPU has: expect to run out of memory" if found["peak"] > total else ""
+    parts = ", ".join(f"{name} {gb(size)}" for name, size in found["parts"].items() if size)
+    return (
+        f"expected: about {gb(found['peak'])} of the GPU's {gb(total)} at the peak, in '{found['phase']}', "
+        f"estimated from shapes: {parts}{beyond}"
+    )
+
+
+def gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 5e7 else f"{size / 1e6:.1f} MB" if size else "0"
+
+
 def _cut(text: str, width: int = WIDTH) -> str:
     """Begin and end of a long text."""
     half = width // 2
     return text if len(text) <= width else f"{text[:half]} ... {len(text) - 2 * half:,} characters ... {text[-half:]}"
 
 
-def show(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, world: int) -> None:
-    print(_rows(config, data), _time(config, data, model, device, precision, world), sep="\n", flush=True)
+def show(session: Session) -> None:
+    print(_rows(session.data, session.config.seed), _time(session), sep="\n", flush=True)
 
 
-def _rows(config: TrainConfig, data: Data) -> str:
+def _rows(data: Data, seed: int) -> str:
     """The first rows of training, with tokens that have labels between marks."""
     shown = []
-    for pick in data.picks(0, min(ROWS, len(data.train)), config.seed):
+    for pick in data.picks(0, min(ROWS, len(data.train)), seed):
         ids, labels, _ = data.rows.row(pick)
         text, runs, at = "", [(has, len(list(run))) for has, run in groupby((labels != IGNORE).tolist())], 0
         for has, count in runs[:PIECES]:
@@ -54,16 +146,19 @@ def _rows(config: TrainConfig, data: Data) -> str:
     return "\n".join(shown)
 
 
-def _time(config: TrainConfig, data: Data, model: Any, device: torch.device, precision: str, world: int) -> str:
+def _time(session: Session) -> str:
     """About how long the steps will take: a batch is timed where a rank has the whole model."""
-    each = rows_of(config, world)
-    config = config.in_steps(each, len(data.train))
+    data, world = session.data, session.ranks.world
+    each = rows_of(session.config, world)
+    config = session.config.in_steps(each, len(data.train))
     picks = data.picks(0, min(each, config.batch), config.seed)
     if config.parallel in ("none", "ddp"):
-        seconds, peak = _batch(data, picks, model, device, precision)
+        seconds, peak = _batch(session, picks)
         total = seconds * math.ceil(each / world / config.batch) * config.steps
         how = f"a batch took {seconds:.3g} s and {gb(peak)} at the peak, without moments"
-    elif (flops := flops_per_token(model, config.length)) and (limit := peak_flops(device, precision)):
+    elif (flops := flops_per_token(session.model, config.length)) and (
+        limit := peak_flops(session.device, session.precision)
+    ):
         tokens = data.rows.count(picks)[0] / len(picks) * each * config.steps
         total = tokens * flops / limit / USED / world
         how = f"at {USED:.0%} of the peak of {world} GPUs"
@@ -72,13 +167,14 @@ def _time(config: TrainConfig, data: Data, model: Any, device: torch.device, pre
     return f"time: about {as_clock(total)} for {config.steps:,} steps, without evaluations and checkpoints; {how}"
 
 
-def _batch(data: Data, picks: list[int], model: Any, device: torch.device, precision: str) -> tuple[float, int]:
+def _batch(session: Session, picks: list[int]) -> tuple[float, int]:
     """Seconds of a batch's forward and backward, the second time, and the memory of these."""
+    data, model, device = session.data, session.model, session.device
     batch = on(device, data.rows.batch(picks, data.pad))
     memory, clock = PeakMemory(device), StepClock(device)
     for _ in range(2):
         clock.start()
-        with mixed(device, precision):
+        with mixed(device, session.precision):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
         clock.stop()

@@ -1,5 +1,6 @@
 """What the three trainers share: what they are given, what must hold for a run to continue where
-it stopped, who hears of it while it is under way, and what ``metrics.json`` says of it."""
+it stopped, its optimizer and learning rate, who hears of it while it is under way, and what
+``metrics.json`` says of it."""
 
 from __future__ import annotations
 
@@ -10,19 +11,22 @@ import json
 import math
 import random
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from liger_kernel.train import adapters
-from liger_kernel.train.adamw import KINDS
+from liger_kernel.parallel import by_sharding, in_blocks
+from liger_kernel.train import adamw, adapters
 from liger_kernel.train.config import ADAPTERS, TrainConfig, UserError
 from liger_kernel.train.files import NUMBER, read_object, write
 from liger_kernel.train.folder import record
 from liger_kernel.train.measure import Pace, PeakMemory, device_name
 from liger_kernel.train.metrics import CURVES, Endpoint, Reports
+from liger_kernel.train.mistakes import mistaken
 from liger_kernel.train.ranks import DelayedReduce, Preempted, Ranks, Stop, Watch, local_rank, restarts
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.store import Store
@@ -53,7 +57,7 @@ class Session:
             | self.data.identity()
             | {"model": {name: getattr(form, name, None) for name in names}}
             # a checkpoint of other moments does not fit
-            | {"moments": "8 bits" if KINDS[config.optimizer].moments == 1 else "dtype of the weights"}
+            | {"moments": "8 bits" if adamw.KINDS[config.optimizer].moments == 1 else "dtype of the weights"}
             | adapters.identity(config, self.model)
         )
 
@@ -140,6 +144,58 @@ def refuse_other(path: Path | None, there: dict[str, Any], here: dict[str, Any])
 
 def not_to_resume(folder: Path) -> UserError:
     return UserError(f"{folder} holds checkpoints: remove them, give another --out, or leave out --no-resume")
+
+
+def optimizer_of(parameters: Iterable[Tensor], config: TrainConfig) -> torch.optim.Optimizer:
+    """The config's optimizer of the trained parameters. Vectors have no weight decay."""
+    trained = [p for p in parameters if p.requires_grad]
+    # fused kernels take one kind of tensor
+    groups = [
+        {"params": same, "weight_decay": config.weight_decay if matrices else 0.0}
+        for matrices in (True, False)
+        for same in by_sharding([p for p in trained if (p.ndim > 1) == matrices])
+    ]
+    if adamw.KINDS[config.optimizer].moments == 1:
+        for p in trained:
+            if in_blocks(p, adamw.LEAST, adamw.BLOCK) is False:
+                raise UserError(
+                    f"optimizer {config.optimizer} cannot cut a weight of shape {tuple(p.shape)} into blocks of "
+                    f"{adamw.BLOCK} values on every rank: "
+                    "take another number of ranks, or optimizer adamw"
+                )
+    return adamw.make(config.optimizer, groups, lr=config.peak_lr, betas=(0.9, config.beta2))
+
+
+def require(config: TrainConfig) -> None:
+    """``UserError`` if what the config's optimizer needs is not installed: better known before
+    data and model are loaded."""
+    with mistaken("", ImportError):
+        adamw.require(config.optimizer)
+    if adamw.KINDS[config.optimizer].by == "torchao":
+        import torchao.optim  # noqa: F401  # from here on, torch.load(weights_only=True) reads its moments
+
+
+def scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig) -> torch.optim.lr_scheduler.LambdaLR:
+    """``learning_rate`` as a scheduler of PyTorch, for other trainers."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(config, min(step, config.steps - 1)) / config.peak_lr
+    )
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """The learning rate of step 0, 1, ...: linear warm-up, then the schedule down to ``min_lr``
+    of the peak at the last step."""
+    if step < config.warmup:
+        return config.peak_lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+    falling = min(1.0, (config.steps - 1 - step) / max(1, config.steps * config.decay))
+    high = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "constant": 1.0,
+        "wsd": falling,
+    }[config.schedule]
+    return config.peak_lr * (config.min_lr + (1 - config.min_lr) * high)
 
 
 def numbers(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

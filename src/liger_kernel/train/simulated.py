@@ -6,7 +6,7 @@ and every storage counts from its first use to its end.
 The model of a run is built on the meta device, patched and given adapters by the code of ``liger
 train``, and makes one step under PyTorch's ``FakeTensorMode``. Kernels are not launched; everything
 else runs as on a GPU: autograd, checkpointing, recomputation, offloading, chunks of the head.
-Several ranks are one, whose collectives return at once (``fake_ranks``): PyTorch's FSDP2 gathers
+Several ranks are one, whose collectives return at once: PyTorch's FSDP2 gathers
 weights and reduces gradients. So there is no formula for any part of a model, and whatever a family
 or a switch keeps is counted.
 
@@ -41,7 +41,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -56,12 +58,12 @@ from liger_kernel.ops.projections.float8 import E4
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import linears
 from liger_kernel.ops.projections.packed_weights import NVFP4, integer_rows, nvfp4_rows
-from liger_kernel.parallel import MODES, layers_of, ulysses
+from liger_kernel.parallel import MODES, ULYSSES, layers_of, ulysses
+from liger_kernel.parallel.distributed import DTensor
 from liger_kernel.train.adamw import BLOCK, KINDS, LEAST
 from liger_kernel.train.adapters import adapted
 from liger_kernel.train.config import TrainConfig, UserError
-from liger_kernel.train.fake_ranks import FakeRanks, Replica, fake_ranks, followed, heads_of, local
-from liger_kernel.train.model import flags_for, options_of, patch, quantize_fp8, recompute
+from liger_kernel.train.model import flags_for, mesh_of, options_of, patch, quantize_fp8, recompute, split
 from liger_kernel.train.stored import method_of
 from liger_kernel.transformers.recognise import projections
 from liger_kernel.transformers.rewrite import rules
@@ -619,3 +621,90 @@ def _replaced(model: Any, cls: Callable[[nn.Linear], nn.Module]) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module is not head and "lora_" not in name:
             model.set_submodule(name, cls(module))
+
+
+class FakeRanks(NamedTuple):
+    """``every``: the mesh of all ranks; ``shared``: with those that share rows in the last dim.
+    None for a run of one process."""
+
+    every: DeviceMesh | None = None
+    shared: DeviceMesh | None = None
+
+    def split(
+        self, model: nn.Module, config: TrainConfig, precision: str, reduce_dtype: torch.dtype | None
+    ) -> nn.Module:
+        """The model over the ranks, as ``liger train`` has it. It makes no mesh, as that would
+        read tensors."""
+        if config.parallel in ULYSSES and self.shared is not None:
+            ulysses.share_rows(model, self.shared.get_group(1))
+            config = dataclasses.replace(config, parallel=ULYSSES[config.parallel], sequence_parallel_size=None)
+        return split(model, config, precision, self.every, reduce_dtype=reduce_dtype).model
+
+
+@contextlib.contextmanager
+def fake_ranks(config: TrainConfig, world: int) -> Iterator[FakeRanks]:
+    """The first of ``world`` ranks. Raises ``UserError`` in a process that has joined others
+    already."""
+    if config.parallel == "none":
+        yield FakeRanks()
+        return
+    # defines what collectives return where tensors have no data
+    import torch.distributed._tools.fake_collectives
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UserError("what several ranks need is not known in a process that is one of them")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield FakeRanks(init_device_mesh("cpu", (world,)), mesh_of(config, torch.device("cpu"), world))
+    finally:
+        dist.destroy_process_group()
+
+
+class Replica(nn.Module):
+    """Stands in for ``DistributedDataParallel``, of which only the buckets of gradients need
+    memory."""
+
+    def __init__(self, module: nn.Module, **_: Any):
+        super().__init__()
+        self.module, self.buckets = module, [torch.empty_like(p) for p in module.parameters() if p.requires_grad]
+
+
+@contextlib.contextmanager
+def followed(meter: Any, on_cpu: bool) -> Iterator[None]:
+    """Tell the meter what FSDP2 gathers and what it reduces. ``on_cpu``: shards of gradients are
+    not on the GPU."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    def labelled(method: Callable, label: str) -> Callable:
+        @functools.wraps(method)
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            before, meter.label = meter.label, label
+            try:
+                return method(group, *args, **kwargs)
+            finally:
+                meter.label = before
+                for each in group.fsdp_params if on_cpu else ():
+                    meter.leave(local(each.sharded_param.grad))
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("unshard", "wait_for_unshard", "post_backward"):
+            label = "gradients" if name == "post_backward" else "gathered weights"
+            wrapped = labelled(getattr(FSDPParamGroup, name), label)
+            stack.enter_context(mock.patch.object(FSDPParamGroup, name, wrapped))
+        yield
+
+
+def local(t: Any) -> Tensor:
+    """This rank's part of a tensor."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def heads_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
+    """Stands in for Ulysses' search for attention, which runs the model on data: modules that
+    know how many queries share a head of keys are attention."""
+    config = model.config
+    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return {m: heads for m in model.modules() if hasattr(m, "num_key_value_groups")}, False

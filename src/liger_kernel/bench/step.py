@@ -2,7 +2,8 @@
 variant in its own processes (step_child.py).
 
 Every variant starts from the same weights and sees the same batches. A variant that fails, or has
-other losses than stock, has no ratio.
+other losses than stock, has no ratio. With ``--data FILE``, stock and ours train a model of the
+user's on rows of the user's instead, by turns, as in ``liger demo``.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from liger_kernel.bench import own_rows, profile
+from liger_kernel.bench import profile
 from liger_kernel.bench.arguments import numbers, outputs, several
 from liger_kernel.bench.results import Row, parts_of, write_csv
 from liger_kernel.bench.tables import text_table
 from liger_kernel.model_sizes import MODELS, config_of, step_flops
 from liger_kernel.patch_options import SWITCHES
+from liger_kernel.train import demo
 from liger_kernel.train.adamw import KINDS, require
-from liger_kernel.train.config import TrainConfig
+from liger_kernel.train.config import TrainConfig, configured, read_flags
 from liger_kernel.train.files import export
 from liger_kernel.train.mistakes import Parser, UserError, aligned, at_least, holds, mistaken
 
@@ -474,10 +477,40 @@ def run(a: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     return result
 
 
+# -- rows of the user's
+
+OWN = TrainConfig(out="runs/bench-step", steps=40, warmup=5, log_every=4, eval_fraction=0.0)
+
+
+def names_rows(argv: list[str]) -> bool:
+    """Whether ``--data`` names rows, not a kind of those that are made."""
+    values = [value for flag, value in pairwise(argv) if flag == "--data"]
+    values += [word.partition("=")[2] for word in argv if word.startswith("--data=")]
+    return bool(values) and values[-1] not in ("random", "real")
+
+
+def on_own_rows(argv: list[str]) -> int:
+    description = "Train a model on rows, stock and with our kernels, by turns, and compare."
+    config = configured(read_flags(argv, "liger bench step", description, OWN, demo.FIXED), OWN)
+    if not config.model:
+        raise UserError(f"--data {config.data} needs --model: a folder or an id of the hub")
+    report = demo.run(config, "liger bench step")
+    if report is None:
+        return 1
+    rate, memory = report["tokens_per_second"], report["peak_memory"]
+    speed = f"{rate['ratio']:.2f} times as fast as stock" if rate["clear"] else "at a speed that could not be compared"
+    off = f"{report['largest_loss_difference']:.0e}, which is {'' if report['agree'] else 'MORE THAN '}rounding"
+    print(
+        f"On {Path(config.data).name}, {Path(config.model).name} trains with our kernels {speed}, in "
+        f"{memory['ratio']:.2f} times its peak memory ({memory['ours'] / 1e9:.2f} GB), and the losses differ by {off}."
+    )
+    return 0 if report["agree"] else 1
+
+
 def main(argv: list[str]) -> int:
     """Run the command. Returns 0 if every requested run of ours finished with stock's losses."""
-    if own_rows.named(argv):
-        return own_rows.main(argv)
+    if names_rows(argv):
+        return on_own_rows(argv)
     a = parse(argv)
     result = run(a, argv)
     if a.csv:

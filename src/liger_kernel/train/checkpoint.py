@@ -22,6 +22,7 @@ one that is not as we write it is passed over.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import math
@@ -172,7 +173,7 @@ class Checkpoints:
         if state["step"] == self.step:
             return
         self._path = self.folder / f"step-{state['step']:08d}"
-        error = self.ranks.agreed(self._begin(state) if self.ranks.first else None)
+        error = self._problem_of_first(lambda: self._begin(state))
         if error is None:
             error = _problem(lambda: write(self._path / f"rank-{self.ranks.rank}.json", json.dumps(generators())))
         # ranks agree before DCP's own collectives, in which they would wait for one that failed
@@ -181,22 +182,19 @@ class Checkpoints:
             return
         tensors, _ = _tensors(model, optimizer)
         save = lambda by: by(tensors, storage_writer=IndexWriter(self._path), process_group=self.ranks.saving)
+        sums, done = functools.partial(write_sums, self._path, self.ranks.rank), Future[None]()
         if not wait:
             try:
-                self._future = _then_summed(save(dcp.async_save), self._path, self.ranks.rank)
+                # in the thread that saves, not in training's
+                save(dcp.async_save).add_done_callback(lambda saving: _settle(done, saving.result, sums))
+                self._future = done
                 return
             except RuntimeError as problem:
                 if "start new thread" not in str(problem):
                     raise
                 note(f"{problem}: training waits for the checkpoint of step {state['step']}")
-        self._future = Future()
-        try:
-            save(dcp.save)
-            write_sums(self._path, self.ranks.rank)
-            self._future.set_result(None)
-        # a full disk, here or on another rank; DCP's error is no Exception
-        except (Exception, dcp.api.CheckpointException) as problem:
-            self._future.set_exception(problem)
+        _settle(done, lambda: save(dcp.save), sums)
+        self._future = done
         if wait:
             # without it, other ranks have not finished either: ``commit`` comes later
             self.finish()
@@ -220,9 +218,8 @@ class Checkpoints:
         self._future = None
         if self.ranks.any(error is not None):
             return self._failed(_why(error) if error else "another rank could not write")
-        full = self.ranks.agreed(self._name() if self.ranks.first else None)
-        if full:
-            return self._failed(full)
+        if problem := self._problem_of_first(self._name):
+            return self._failed(problem)
         self.step, self.time = step_of(self._path), time.time()
 
     def finish(self) -> None:
@@ -231,28 +228,29 @@ class Checkpoints:
             self._future.exception()
             self.commit()
 
-    def _name(self) -> str | None:
-        """Make what was written the latest; the reason if that failed."""
+    def _problem_of_first(self, work: Callable[[], Any]) -> str | None:
+        """Why the first rank, which alone does this, cannot; all ranks learn it."""
+        return self.ranks.agreed(_problem(work) if self.ranks.first else None)
+
+    def _name(self) -> None:
+        """Make what was written the latest."""
         before = listed(self.folder)
         kept = before if self._kept is None else self._kept
         names = [
             self._path.name,
             *(name for name in kept if name != self._path.name and (self.folder / name).is_dir()),
         ][: self.keep]
-        if problem := _problem(lambda: write(self.folder / LATEST, "\n".join(names) + "\n")):
-            return problem
+        write(self.folder / LATEST, "\n".join(names) + "\n")
         self._kept = names
         for old in present(self.folder):
             if old not in names and (old in before or unfinished(self.folder / old)):
                 shutil.rmtree(self.folder / old, ignore_errors=True)
-        return None
 
-    def _begin(self, state: dict[str, Any]) -> str | None:
-        """Make the folder of a save and state.json; why that failed."""
+    def _begin(self, state: dict[str, Any]) -> None:
+        """Make the folder of a save and state.json."""
         # what is there is damaged or was never finished, else the run had gone on from it
-        return _problem(lambda: fresh(self._path)) or _problem(
-            lambda: write(self._path / "state.json", json.dumps(state | {"ranks": self.ranks.world}))
-        )
+        fresh(self._path)
+        write(self._path / "state.json", json.dumps(state | {"ranks": self.ranks.world}))
 
     def _failed(self, why: str) -> None:
         self.failures += 1
@@ -273,22 +271,15 @@ def _problem(work: Callable[[], Any]) -> str | None:
     return None
 
 
-def _then_summed(saving: Future, folder: Path, rank: int) -> Future:
-    """Done when ``saving`` is, and the checksums of what this rank wrote are written, too: in
-    the thread that saves, not in training's."""
-    done: Future = Future()
-
-    def settle(saving: Future) -> None:
-        try:
-            saving.result()
-            write_sums(folder, rank)
-            done.set_result(None)
-        # DCP's error is a BaseException
-        except BaseException as error:
-            done.set_exception(error)
-
-    saving.add_done_callback(settle)
-    return done
+def _settle(done: Future, save: Callable[[], Any], sums: Callable[[], Any]) -> None:
+    """Do both, and let ``done`` say that, or what went wrong: a full disk, here or on another rank."""
+    try:
+        save()
+        sums()
+        done.set_result(None)
+    # DCP's error is no Exception
+    except (Exception, dcp.api.CheckpointException) as error:
+        done.set_exception(error)
 
 
 def _why(error: BaseException) -> str:

@@ -247,21 +247,16 @@ def main(argv: list[str]) -> int:
     if getattr(text, "max_position_embeddings", config.length) < config.length:
         # a longer row needs no other memory
         text.max_position_embeddings = config.length
-    world = world_of(config)
-    found = _found(Estimates(form, arch, world, _for_copies(of_cpu)), config, available)
+    from liger_kernel.memory.offload import RESERVE  # which copies leave free
+
+    world, cpu_memory = world_of(config), math.inf if of_cpu is None else max(0.0, of_cpu * 1e9 - RESERVE)
+    found = _found(Estimates(form, arch, world, cpu_memory), config, available)
     print(
         json.dumps(found | {"gpu": name, "gpus": world, "memory": int(available)}, indent=1)
         if as_json
         else _shown(found, config, available, name if world == 1 else f"each of {world} GPUs: {name}")
     )
     return 0
-
-
-def _for_copies(gigabytes: float | None) -> float:
-    """Bytes of so much free memory of the CPU that offloading uses."""
-    from liger_kernel.memory.offload import RESERVE
-
-    return math.inf if gigabytes is None else max(0.0, gigabytes * 1e9 - RESERVE)
 
 
 def world_of(config: TrainConfig) -> int:

@@ -43,7 +43,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -217,14 +217,14 @@ def _phases(form: Any, how: _How) -> tuple[dict[str, dict[str, int]], dict[str, 
     """Bytes by part at the peak of each phase of a step, and those of the CPU's memory by what
     needs them."""
     config = how.config
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), fake_ranks(config, how.world) as ranks:
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), fake_ranks(how) as spread:
         warnings.simplefilter("ignore")
         model = _on_meta(form, config, how.precision)
         with (
             _as_on_a_gpu(how.arch, how.ignored) as meter,
             followed(meter, config.optimizer_on_cpu) if config.fully_sharded else contextlib.nullcontext(),
         ):
-            _step(model, how, ranks, meter, _words(quantisation(form)))
+            _step(model, how, spread, meter, _words(quantisation(form)))
     return meter.phases, meter.cpu
 
 
@@ -247,7 +247,9 @@ def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     return model
 
 
-def _step(model: Any, how: _How, ranks: FakeRanks, meter: _Meter, words: tuple[int, int, bool] | None) -> None:
+def _step(
+    model: Any, how: _How, spread: Callable[[nn.Module], nn.Module], meter: _Meter, words: tuple[int, int, bool] | None
+) -> None:
     config = how.config
     meter.begin("weights")
     model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
@@ -258,7 +260,7 @@ def _step(model: Any, how: _How, ranks: FakeRanks, meter: _Meter, words: tuple[i
         _replaced(model, _FourBits)
     elif config.lora and words:
         _replaced(model, functools.partial(_InWords, how=words))
-    replica = ranks.split(model, config, how.precision, how.reduce_dtype)
+    replica = spread(model)
     for bucket in getattr(replica, "buckets", ()):
         meter.call(bucket, "gradients")
     if config.optimizer_on_cpu:
@@ -623,30 +625,14 @@ def _replaced(model: Any, cls: Callable[[nn.Linear], nn.Module]) -> None:
             model.set_submodule(name, cls(module))
 
 
-class FakeRanks(NamedTuple):
-    """``every``: the mesh of all ranks; ``shared``: with those that share rows in the last dim.
-    None for a run of one process."""
-
-    every: DeviceMesh | None = None
-    shared: DeviceMesh | None = None
-
-    def split(
-        self, model: nn.Module, config: TrainConfig, precision: str, reduce_dtype: torch.dtype | None
-    ) -> nn.Module:
-        """The model over the ranks, as ``liger train`` has it. It makes no mesh, as that would
-        read tensors."""
-        if config.parallel in ULYSSES and self.shared is not None:
-            ulysses.share_rows(model, self.shared.get_group(1))
-            config = dataclasses.replace(config, parallel=ULYSSES[config.parallel], sequence_parallel_size=None)
-        return split(model, config, precision, self.every, reduce_dtype=reduce_dtype).model
-
-
 @contextlib.contextmanager
-def fake_ranks(config: TrainConfig, world: int) -> Iterator[FakeRanks]:
-    """The first of ``world`` ranks. Raises ``UserError`` in a process that has joined others
-    already."""
+def fake_ranks(how: _How) -> Iterator[Callable[[nn.Module], nn.Module]]:
+    """One rank of many, of which the others are not there: collectives return at once. Gives what
+    spreads a model over them, as ``liger train`` does. It makes no mesh, as that would read tensors.
+    Raises ``UserError`` in a process that has joined others already."""
+    config, of = how.config, functools.partial(split, precision=how.precision, reduce_dtype=how.reduce_dtype)
     if config.parallel == "none":
-        yield FakeRanks()
+        yield lambda model: of(model, config, mesh=None).model
         return
     # defines what collectives return where tensors have no data
     import torch.distributed._tools.fake_collectives
@@ -654,9 +640,18 @@ def fake_ranks(config: TrainConfig, world: int) -> Iterator[FakeRanks]:
 
     if dist.is_initialized():
         raise UserError("what several ranks need is not known in a process that is one of them")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=how.world)
     try:
-        yield FakeRanks(init_device_mesh("cpu", (world,)), mesh_of(config, torch.device("cpu"), world))
+        every, shared = init_device_mesh("cpu", (how.world,)), mesh_of(config, torch.device("cpu"), how.world)
+
+        def spread(model: nn.Module) -> nn.Module:
+            one = config
+            if config.parallel in ULYSSES and shared is not None:
+                ulysses.share_rows(model, shared.get_group(1))
+                one = dataclasses.replace(config, parallel=ULYSSES[config.parallel], sequence_parallel_size=None)
+            return of(model, one, mesh=every).model
+
+        yield spread
     finally:
         dist.destroy_process_group()
 

@@ -54,11 +54,8 @@ class Store:
     def _at(self, name: str = "") -> str:
         return f"{self.root}/checkpoints/{name}".rstrip("/")
 
-    def names(self, say: bool = False) -> list[str]:
-        """The checkpoints that its ``latest`` names, newest first."""
-        return self._names(LATEST, say)
-
-    def _names(self, file: str, say: bool = False) -> list[str]:
+    def names(self, file: str = LATEST, say: bool = False) -> list[str]:
+        """The checkpoints that a file of its names, newest first."""
         path, where = self._at(file), f"{self.uri}/checkpoints/{file}"
         try:
             if not self._regular(path):
@@ -108,7 +105,7 @@ class Store:
         folder = self.out / "checkpoints"
         here = newest(folder)[0]
         self.known = self.names(say=True)
-        unfinished = set(self._names(UPLOADING)) - set(self.known)
+        unfinished = set(self.names(UPLOADING)) - set(self.known)
         there = [name for name in dict.fromkeys((*self.known, *self._present())) if name not in unfinished]
         for name in there:
             if here and step_of(folder / name) <= step_of(folder / here):
@@ -169,7 +166,7 @@ class Store:
             return False
         if there != self.known:
             raise RuntimeError(f"another run writes there; its newest checkpoint is {there[0] if there else None}")
-        unfinished = self._names(UPLOADING)
+        unfinished = self.names(UPLOADING)
         new = [name for name in wanted if name not in there or name in self.damaged]
         _folders(self.fs, self._at(UPLOADING))
         self.fs.pipe_file(self._at(UPLOADING), "".join(f"{name}\n" for name in new).encode())

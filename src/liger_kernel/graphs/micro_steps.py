@@ -18,7 +18,7 @@ import random
 import traceback
 import warnings
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -29,7 +29,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from liger_kernel import _private
 from liger_kernel.graphs.batches import LABELS, Batch, PackedRow, batch_of, is_packed
-from liger_kernel.graphs.recorder import Clock, CudaGraphs, FilledNumbers, other_leaves, recorder_of, uncollected
+from liger_kernel.graphs.recorder import (
+    Clock,
+    CudaGraphs,
+    FilledNumbers,
+    Recordings,
+    other_leaves,
+    recorder_of,
+    uncollected,
+)
 from liger_kernel.graphs.snapshot import Snapshot, settings
 from liger_kernel.ops._core.operator import leaves
 from liger_kernel.ops._core.shards import is_sharded
@@ -38,7 +46,6 @@ from liger_kernel.parallel.sharded_head import is_compiled, observed_inside
 
 MARK = "_liger_recorded"  # of a forward whose steps are replayed
 KEY = "_liger_graphs"  # the attribute of a model that has its ``Graphs``
-MOST = 48  # recordings of a model; the one that was not used for the longest time goes first
 MOST_TOKENS = 16384  # in a batch; larger ones keep the GPU busy, and padding them costs more than it gives
 CHANGES = 8  # so often a model may change before it runs as it was
 LARGE = 1 << 21  # bytes of a gradient that is copied alone: H200, 2.5 GB of a 1B model: foreach 1.64 ms, alone 1.17
@@ -241,7 +248,6 @@ class Graphs:
         self._packs: Packs | None = None
         self._padded = ""  # why padded batches are not packed
         self._uncounted = False  # whether a recording computes the whole head for labels on the GPU
-        self.steps: OrderedDict[Any, MicroStep] = OrderedDict()
         self.replays, self.reasons = 0, Counter[str]()
         self._lent: list[MicroStep] = []  # their gradients may be in ``.grad``
         # why rows are not padded, by whether they are packed
@@ -253,10 +259,9 @@ class Graphs:
         return type(self), (self.pads, self.recording, self.packer, self.auto)
 
     def _forget(self) -> None:
-        self.steps.clear()
+        self.steps = Recordings()
         # why it is not recorded as it is now, and not for batches of a kind or of a size
         self._refused, self._kinds = "", dict[Any, str]()
-        self._asked: OrderedDict[Any, None] = OrderedDict()
         self._rehearsed: dict[Any, list[Tensor | None]] = {}
         self._snapshot: Snapshot | None = None
         self._gradients: Gradients | None = None
@@ -325,18 +330,12 @@ class Graphs:
             return f"more than {MOST_TOKENS} tokens in a batch"
         bounds = batch.bounds()
         for most in bounds:
-            if (step := self.steps.get((key, most))) is not None:
-                self.steps.move_to_end((key, most))
+            if (step := self.steps.used((key, most))) is not None:
                 return step, batch
         place = key, bounds[0]
-        if place in self._asked:
-            if self.auto and not self._waits_for_the_host(batch.tokens):
-                return None
-            return self._recorded(model, forward, batch, place, self._gradients)
-        self._asked[place] = None
-        if len(self._asked) > 4 * MOST:
-            self._asked.popitem(last=False)
-        return None
+        if self.steps.first(place) or (self.auto and not self._waits_for_the_host(batch.tokens)):
+            return None
+        return self._recorded(model, forward, batch, place, self._gradients)
 
     def _changed_by_padding(self, model: Any, packed: bool) -> str:
         if self.pads and packed not in self._exact:
@@ -417,11 +416,9 @@ class Graphs:
                 return None
             self._kinds[of] = f"it cannot be recorded: {why}"
             return self._kinds[of]
-        self.steps[key] = step
+        self.steps.add(key, step)
         of_tokens = batch.shapes["input_ids"] in map(batch.shapes.get, LABELS)
         self._uncounted |= batch.counts is None and of_tokens
-        if len(self.steps) > MOST:
-            self.steps.popitem(last=False)
         return step, batch
 
     def _unfit(self, model: nn.Module) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,35 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from liger_kernel import _private
+
+
+class Recordings(OrderedDict[Any, Any]):
+    """What is recorded, by what it depends on, and what was asked for."""
+
+    most = 48  # beyond, the one that was not used for the longest time goes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: OrderedDict[Any, None] = OrderedDict()
+
+    def used(self, key: Any) -> Any:
+        if key in self:
+            self.move_to_end(key)
+        return self.get(key)
+
+    def add(self, key: Any, recording: Any) -> None:
+        self[key] = recording
+        if len(self) > self.most:
+            self.popitem(last=False)
+
+    def first(self, key: Any) -> bool:
+        """Whether this is asked for now for the first time: what comes twice is recorded."""
+        if key in self.asked:
+            return False
+        self.asked[key] = None
+        if len(self.asked) > 4 * self.most:
+            self.asked.popitem(last=False)
+        return True
 
 
 @contextlib.contextmanager

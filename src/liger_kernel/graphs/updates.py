@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_kernel import _private
-from liger_kernel.graphs.recorder import CudaGraphs, recorder_of, uncollected
+from liger_kernel.graphs.recorder import CudaGraphs, Recordings, recorder_of, uncollected
 from liger_kernel.graphs.snapshot import is_plain
 
-MOST = 48  # recordings of an optimizer; the one that was not used for the longest time goes first
 TRIED, PAYS = 4, 8  # so many recordings are made at once; another one for so many replays of each
 PLAIN = {Tensor, nn.Parameter}
 SCALER = ("grad_scale", "found_inf")  # what a GradScaler tells an optimizer
@@ -48,8 +47,7 @@ class Updates:
         self.forget()
 
     def forget(self) -> None:
-        self.steps = OrderedDict[Any, tuple[Callable[[], None], list[Any]]]()
-        self._asked: OrderedDict[Any, None] = OrderedDict()
+        self.steps = Recordings()
         self._recorder: CudaGraphs | None = None
         self._refused, self._made, self._earlier = "", 0, self.replays
         # by the number of a group, or the name of an attribute: what is there, and its last value
@@ -62,10 +60,9 @@ class Updates:
         numbers = self._numbers()
         self._tell(numbers)
         key = self._key(numbers)
-        if key is None or (found := self.steps.get(key) or self._recorded(key, numbers)) is None:
+        if key is None or (found := self.steps.used(key) or self._recorded(key, numbers)) is None:
             with self._fixed(numbers):  # the learning rate is rounded alike in every step
                 return self._run()
-        self.steps.move_to_end(key)
         replay, out = found
         replay()
         self.replays += 1
@@ -153,12 +150,9 @@ class Updates:
 
     def _recorded(self, key: Any, numbers: Numbers) -> Any:
         """A recording, at the second time that all lies where it does; None if the step has to run."""
-        if new := key not in self._asked:
-            self._asked[key] = None
-            if len(self._asked) > 4 * MOST:
-                self._asked.popitem(last=False)
+        new = self.steps.first(key)
         replays = self.replays - self._earlier
-        seldom = len(self._asked) > TRIED if new else self._made >= TRIED and replays < PAYS * self._made
+        seldom = len(self.steps.asked) > TRIED if new else self._made >= TRIED and replays < PAYS * self._made
         if seldom:
             self.reasons["its gradients seldom lie where they did, or numbers of its groups change"] += 1
         if new or seldom:
@@ -179,9 +173,7 @@ class Updates:
             self.reasons[self._refused] += 1
             return None
         self._made += 1
-        self.steps[key] = replay, out
-        if len(self.steps) > MOST:
-            self.steps.popitem(last=False)
+        self.steps.add(key, (replay, out))
         return self.steps[key]
 
     def __str__(self) -> str:

@@ -35,17 +35,10 @@ def _in(folder: str, version: str) -> list[str]:
         for name, found in sorted(installed)
         if name in NAMES and found != version
     ]
-    unpacked = (
-        "liger_kernel" in names
-        and not installed
-        and not os.path.exists(os.path.join(folder, "liger_kernel", os.path.basename(__file__)))
-    )
+    has = lambda file: os.path.exists(f"{folder}/liger_kernel/{file}")
     # a folder of that name without Python in it is somebody's data
-    return found or (
-        [f"a liger_kernel without metadata in {folder}"]
-        if unpacked and os.path.exists(f"{folder}/liger_kernel/__init__.py")
-        else []
-    )
+    unpacked = "liger_kernel" in names and not installed and has("__init__.py") and not has(os.path.basename(__file__))
+    return found or [f"a liger_kernel without metadata in {folder}"] * unpacked
 
 
 def warning(version: str, folder: str) -> str | None:

@@ -183,17 +183,14 @@ def _replace(source: str, name: str, make: Callable[[Any], Any]) -> None:
                 setattr(module, key, ours)
 
 
-def _tensor_parallel_group() -> Any:
-    return importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
-
-
 def liger_vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None
 ) -> Tensor:
     """Megatron's function of this name. Without ``tp_group``, it uses Megatron's tensor-parallel
     ranks, as the original does."""
-    group = _tensor_parallel_group() if tp_group is None else tp_group
-    return LigerMegatronCrossEntropy(label_smoothing=label_smoothing)(vocab_parallel_logits, target, group)
+    if tp_group is None:
+        tp_group = importlib.import_module("megatron.core.parallel_state").get_tensor_model_parallel_group()
+    return LigerMegatronCrossEntropy(label_smoothing=label_smoothing)(vocab_parallel_logits, target, tp_group)
 
 
 def liger_fused_vocab_parallel_cross_entropy(

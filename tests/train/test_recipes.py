@@ -27,7 +27,7 @@ def test_a_recipe_is_a_configuration(name):
     assert model in MODELS and model == config.model.split("/")[1].lower()
     cards, size = re.match(r"(?:(\d)x)?(\d+)gb", name).groups()
     assert config.nproc == (int(cards) if cards else None)
-    assert GPUS[gpu].mib == pytest.approx(int(size) * 1024, rel=0.1)
+    assert GPUS[gpu] == pytest.approx(int(size) * 1024, rel=0.1)
 
 
 @pytest.mark.slow
@@ -50,5 +50,3 @@ def test_recipes_are_listed_and_copied(tmp_path, capsys, monkeypatch):
     assert read_file(f"{OURS[0]}.yaml") == read_file(RECIPES[OURS[0]])
     assert cli.main(["recipes", OURS[0]]) == 2  # the user may have changed it
     assert "cannot write" in capsys.readouterr().err
-    assert cli.main(["recipes", "24gb-qlora", "--out", "mine.yaml"]) == 2
-    assert "24gb-qlora-8b" in capsys.readouterr().err

@@ -19,10 +19,7 @@ JSON, CSV, MARKDOWN = r'\s*\{\s*"meta":', "(op|model),", r"\| (op|model) \|"
 def operators(argv: list[str]) -> argparse.Namespace:
     """Parse the flags of ``liger bench``. Dtypes and variants have defaults that depend on the
     GPU: if they are not given, they are None."""
-    does = (
-        "Measure operators. `liger bench step` measures training steps, `liger bench mismatch` compares samplers with "
-        "the training forward, `liger bench report` makes tables of results."
-    )
+    does = "Measure operators. `bench step`: training steps; `bench mismatch`: samplers; `bench report`: tables."
     parser = Parser(prog="liger bench", description=does, usage="%(prog)s [OP ...] [--name value ...]")
     add = parser.add_argument
     variants = (*VARIANTS[1:4], *PACKAGES)

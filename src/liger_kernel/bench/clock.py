@@ -186,17 +186,12 @@ def products(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> Call
     return call
 
 
-@functools.cache
-def gemm_ms(m: int, n: int, k: int, dtype: torch.dtype) -> float:
-    """Milliseconds of an (m, k) x (k, n) product on random values."""
-    return device_ms({"gemm": products([(m, n, k)], dtype)}, repeats=7)["gemm"].median
-
-
 def ceilings() -> dict[str, float]:
     """Measure on this machine: copy bandwidth, and the bf16 rate of an 8192 x 8192 x 8192
     product (without a GPU: fp32, size 1024)."""
     size, dtype = (8192, torch.bfloat16) if GPU else (1024, torch.float32)
-    return {"copy_tb_s": copy_tb_s(), "gemm_tflops": 2 * size**3 / gemm_ms(size, size, size, dtype) / 1e9}
+    gemm = device_ms({"gemm": products([(size, size, size)], dtype)}, repeats=7)["gemm"]
+    return {"copy_tb_s": copy_tb_s(), "gemm_tflops": 2 * size**3 / gemm.median / 1e9}
 
 
 def hardware() -> dict[str, Any]:

@@ -377,14 +377,24 @@ class Job:
         text = os.environ.get("LIGER_JOB")
         if not text:
             raise UserError("set LIGER_JOB to the file of a job (docs/guides/clusters.md)")
-        return cls(**checked_job(json.loads(text), "LIGER_JOB")) if text.startswith("{") else cls.load(text)
+        return cls.of(json.loads(text), "LIGER_JOB") if text.startswith("{") else cls.load(text)
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
         """Read a YAML or JSON file. Raises ``UserError`` for unknown names, wrong types and jobs
         that cannot run."""
-        values = checked_job(read_file(path), str(path))
-        return cls(**values)
+        return cls.of(read_file(path), str(path))
+
+    @classmethod
+    def of(cls, values: dict[str, Any], where: str) -> Job:
+        """The job of these names and values; messages say ``where`` they stand."""
+        checked({name: value for name, value in values.items() if name != "train"}, Job, where)
+        missing = [name for name in ("name", "image", "train") if values.get(name) is None]
+        if missing:
+            raise UserError(f"{where}: {' and '.join(missing)} must be given")
+        if not isinstance(values["train"], dict):
+            raise UserError(f"{where}: train must hold names and values of liger train")
+        return cls(**values | {"train": TrainConfig(**checked(values["train"], TrainConfig, f"{where}: train"))})
 
 
 def _validate(values: dict[str, Any], schemas: dict[str, Schema]) -> None:
@@ -439,14 +449,3 @@ def _credentials(path: str, name: str, value: Any) -> Iterator[str]:
             yield from _credentials(f"{path}[{i}]", name, part)
     elif holds_credential(name, str(value)):
         yield path
-
-
-def checked_job(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return ``values`` in the form that ``Job`` takes."""
-    checked({name: value for name, value in values.items() if name != "train"}, Job, where)
-    missing = [name for name in ("name", "image", "train") if values.get(name) is None]
-    if missing:
-        raise UserError(f"{where}: {' and '.join(missing)} must be given")
-    if not isinstance(values["train"], dict):
-        raise UserError(f"{where}: train must hold names and values of liger train")
-    return values | {"train": TrainConfig(**checked(values["train"], TrainConfig, f"{where}: train"))}

@@ -202,11 +202,8 @@ def digest(model: nn.Module, trained: bool = False) -> str:
     some: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, p in sorted(model.named_parameters(), key=lambda named: named[0]):
         if p.requires_grad == trained:
-            flat = p.data.reshape(-1)
-            values = flat[:: max(1, flat.numel() // 64)]
-            some.setdefault(torch.bfloat16 if p.is_floating_point() else p.dtype, []).append(
-                values.to(torch.bfloat16) if p.is_floating_point() else values
-            )
+            flat, dtype = p.data.reshape(-1), torch.bfloat16 if p.is_floating_point() else p.dtype
+            some.setdefault(dtype, []).append(flat[:: max(1, flat.numel() // 64)].to(dtype))
             sha.update(f"{name} {flat.numel()} ".encode())
     for dtype in sorted(some, key=str):
         sha.update(torch.cat(some[dtype]).view(torch.uint8).cpu().numpy().tobytes())

@@ -106,9 +106,7 @@ class Checkpoints:
         self._kept = []
         # a run that was killed in its first save has left nothing to lose
         if damaged and ((self.folder / LATEST).exists() or not all(unfinished(self.folder / name) for name in damaged)):
-            raise UserError(
-                f"no checkpoint in {self.folder} is complete: restore one, or move the folder away to start again"
-            )
+            raise none_is_complete(self.folder)
         return None
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
@@ -291,8 +289,12 @@ def _why(error: BaseException) -> str:
     )
 
 
-def step_of(path: Path) -> int:
-    return int(path.name.rpartition("-")[2])
+def step_of(checkpoint: Path | str) -> int:
+    return int(str(checkpoint).rpartition("-")[2])
+
+
+def none_is_complete(folder: Path) -> UserError:
+    return UserError(f"no checkpoint in {folder} is complete: restore one, or move the folder away to start again")
 
 
 def names_in(latest: bytes, where: str | None = None) -> list[str]:
@@ -319,7 +321,7 @@ def present(folder: Path) -> list[str]:
     """The checkpoints in the folder, named or not, newest first."""
     return sorted(
         (path.name for path in folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()),
-        key=lambda name: -step_of(Path(name)),
+        key=lambda name: -step_of(name),
     )
 
 

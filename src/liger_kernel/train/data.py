@@ -74,7 +74,12 @@ def _load(config: TrainConfig, tokenizer: Any = None) -> Data:
     with FileLock(f"{folder.parent}.lock"):
         unfinished = folder.with_suffix(".unfinished")
         if not folder.is_dir():
-            _fill(folder, unfinished, config, tokenizer)
+            try:
+                _write(folder, *_tokenised(config, tokenizer, unfinished))
+            # a run that is stopped leaves what it has for the next one, a mistake leaves nothing
+            except UserError:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
         # the draft of this run, or of one that was killed before it came to this line
         shutil.rmtree(unfinished, ignore_errors=True)
     return _read(folder, config, tokenizer)
@@ -109,16 +114,6 @@ def prepare(config: TrainConfig, folder: str | Path) -> Path:
         for path in sorted(new.iterdir(), key=lambda path: path.name == ROWS):
             os.replace(path, folder / path.name)
     return folder
-
-
-def _fill(folder: Path, unfinished: Path, config: TrainConfig, tokenizer: Any) -> None:
-    """Tokenise the data of a run into ``folder``. A run that is stopped leaves what it has in
-    ``unfinished``, for the next one; a mistake leaves nothing."""
-    try:
-        _write(folder, *_tokenised(config, tokenizer, unfinished))
-    except UserError:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
 
 
 def _tokenised(config: TrainConfig, tokenizer: Any, folder: Path | None = None) -> tuple[TokenRows, Any]:

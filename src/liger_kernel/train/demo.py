@@ -258,15 +258,10 @@ def table(report: dict[str, Any], run: dict[str, Any]) -> str:
         low, high = rate["quartiles"]
         cells = f"{rate['stock']:>10,.0f}{rate['ours']:>10,.0f}{rate['ratio']:>12.2f} ({low:.2f} to {high:.2f})"
     lines.insert(2, f"{'tokens/s, median pair of blocks':<32}{cells}")
-    verdict, difference, allowed = (
-        "agree" if report["agree"] else "DO NOT AGREE",
-        report["largest_loss_difference"],
-        report["tolerance"],
-    )
     lines += [
         "",
-        f"The loss curves {verdict}: largest relative difference of a step {difference:.1e}, allowed {allowed:.0e} "
-        f"in {run['precision']}.",
+        f"The loss curves {'agree' if report['agree'] else 'DO NOT AGREE'}: largest relative difference of a step "
+        f"{report['largest_loss_difference']:.1e}, allowed {report['tolerance']:.0e} in {run['precision']}.",
         rate["spread"],
         f"{run['parameters'] / 1e6:.1f} M parameters on {run['device']}; memory is {run['memory_kind']}; each run "
         "has its own process.",

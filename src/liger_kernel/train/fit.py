@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from liger_kernel.compile.architectures import TARGETS
+from liger_kernel.compile.architectures import OF_GPU, TARGETS
 from liger_kernel.model_sizes import MODELS
 from liger_kernel.train.config import Formatter, TrainConfig, UserError, add_flags, by_group, read_values
 from liger_kernel.train.hub import configuration
@@ -34,22 +34,17 @@ from liger_kernel.train.redact import in_a_line
 # torch and transformers are imported by what uses them: help and mistakes in flags answer before
 
 
-class Gpu(NamedTuple):
-    mib: int
-    arch: str
-
-
 # Memory in MiB, as the driver's own tools (nvidia-smi, rocm-smi) report it: more than the data
 # sheet's number, which is in GiB or rounded
 GPUS = {
-    "a100-40": Gpu(40960, "sm80"),
-    "a100-80": Gpu(81920, "sm80"),
-    "b200": Gpu(183359, "sm100"),
-    "h100": Gpu(81559, "sm90"),
-    "h200": Gpu(143771, "sm90"),
-    "l40s": Gpu(46068, "sm89"),
-    "mi300x": Gpu(196592, "gfx942"),
-    "rtx4090": Gpu(24564, "sm89"),
+    "a100-40": 40960,
+    "a100-80": 81920,
+    "b200": 183359,
+    "h100": 81559,
+    "h200": 143771,
+    "l40s": 46068,
+    "mi300x": 196592,
+    "rtx4090": 24564,
 }
 # bytes of the GPU's memory that no program gets: those of CUDA and the driver
 OWN = 10**9
@@ -278,9 +273,9 @@ def _gpu(name: str | None, gigabytes: float | None) -> tuple[float, str, str]:
         raise UserError(f"this machine has no GPU: give --gpu, one of {', '.join(GPUS)}, or --memory-gb")
     if name is None and gigabytes is None:
         return torch.cuda.get_device_properties(0).total_memory, _arch(), torch.cuda.get_device_name(0)
-    meant = GPUS[name or "h100"]
-    available = meant.mib * 2**20 - OWN if gigabytes is None else gigabytes * 1e9
-    return available, meant.arch, f"{name or 'a GPU'} with {_gb(available)} GB"
+    meant = name or "h100"
+    available = GPUS[meant] * 2**20 - OWN if gigabytes is None else gigabytes * 1e9
+    return available, OF_GPU[meant.partition("-")[0]], f"{name or 'a GPU'} with {_gb(available)} GB"
 
 
 def _arch() -> str:
@@ -348,10 +343,10 @@ def _shown(found: dict[str, Any], config: TrainConfig, available: float, gpu: st
             "(--lora), or several GPUs"
         ]
     else:
-        text += [f"fits, with {_gb(best['peak'])} GB{_of_cpu(best['cpu'])}: {best['command']}"]
         text += [
+            f"fits, with {_gb(best['peak'])} GB{_of_cpu(best['cpu'])}: {best['command']}",
             f"with these flags, up to {best['largest_batch']:,} x {config.length:,} tokens fit, or {best['batch']:,} "
-            f"x {best['longest_row']:,}"
+            f"x {best['longest_row']:,}",
         ]
     return "\n".join(text)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from liger_kernel.train.checkpoint import first_whole, torn
+from liger_kernel.train.checkpoint import first_whole, none_is_complete, torn
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.measure import as_clock
 from liger_kernel.train.mistakes import needs
@@ -229,7 +229,7 @@ def newest(folder: Path) -> Path | None:
     there = checkpoints(folder)
     found = first_whole(reversed(there), torn)
     if there and not found:
-        raise UserError(f"no checkpoint in {folder} is complete: restore one, or move the folder away to start again")
+        raise none_is_complete(folder)
     return found
 
 

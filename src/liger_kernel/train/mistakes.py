@@ -260,13 +260,6 @@ def holds(module: str, folder: str | None, flag: str, requirement: str) -> None:
         raise UserError(f"{missing}; `pip install --no-deps --target {folder} {requirement}` puts it there")
 
 
-def refuse_link(path: str | Path) -> None:
-    """``UserError`` if ``path`` is a link that another user has made: what is written there
-    could land anywhere."""
-    if hasattr(os, "geteuid") and Path(path).is_symlink() and (owner := os.lstat(path).st_uid) not in (0, os.geteuid()):
-        raise UserError(f"cannot write to {path}: it is a link, which user {owner} has made")
-
-
 def writable(file: str | Path | None = None, folder: str | Path | None = None, ours: str | None = None) -> None:
     """``UserError`` if ``file``, or files in ``folder``, cannot be written: better before work of
     an hour than after it.
@@ -274,21 +267,24 @@ def writable(file: str | Path | None = None, folder: str | Path | None = None, o
     Makes missing folders. A file that is there must begin as the regular expression ``ours`` says,
     as the command's own do.
     """
-    for path, where in ((file, Path(file).parent if file else None), (folder, Path(folder) if folder else None)):
-        if path is None or where is None or (path is file and special(path)):
-            continue
-        refuse_link(where)
-        try:
-            where.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            above = next((each for each in (where, *where.parents) if each.is_file()), where)
-            raise UserError(f"cannot write to {path}: {above} is a file, not a folder") from error
-        except OSError as error:
-            raise UserError(f"cannot write to {path}: {error.strerror}") from error
-        if path is file:
-            _refuse_other(Path(path), ours)
-        if not os.access(where, os.W_OK):
-            raise UserError(f"cannot write to {path}: permission denied")
+    path = folder if file is None else file
+    if not path or (file is not None and special(file)):
+        return
+    where = Path(path) if file is None else Path(path).parent
+    if hasattr(os, "geteuid") and where.is_symlink() and (owner := os.lstat(where).st_uid) not in (0, os.geteuid()):
+        # what is written there could land anywhere
+        raise UserError(f"cannot write to {where}: it is a link, which user {owner} has made")
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        above = next((each for each in (where, *where.parents) if each.is_file()), where)
+        raise UserError(f"cannot write to {path}: {above} is a file, not a folder") from error
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}") from error
+    if file is not None:
+        _refuse_other(Path(file), ours)
+    if not os.access(where, os.W_OK):
+        raise UserError(f"cannot write to {path}: permission denied")
 
 
 def _refuse_other(file: Path, ours: str | None) -> None:

@@ -490,8 +490,7 @@ def launch_elastic(config: TrainConfig, command: list[str] | None = None) -> int
     """
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    os.environ.update({name: os.environ.get(name, value) for name, value in ELASTIC.items()})
-    os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", LAUNCHER: str(os.getpid())}
+    os.environ |= ELASTIC | os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", LAUNCHER: str(os.getpid())}
     for name in STATIC:
         os.environ.pop(name, None)
     nodes = config.machines

@@ -247,9 +247,7 @@ def _on_meta(form: Any, config: TrainConfig, precision: str) -> Any:
     return model
 
 
-def _step(
-    model: Any, how: _How, spread: Callable[[nn.Module], nn.Module], meter: _Meter, words: tuple[int, int, bool] | None
-) -> None:
+def _step(model: Any, how: _How, spread: Callable, meter: _Meter, words: tuple[int, int, bool] | None) -> None:
     config = how.config
     meter.begin("weights")
     model._apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))

@@ -81,7 +81,7 @@ class Store:
         except FileNotFoundError:
             return []
         names = {path.rstrip("/").rpartition("/")[2] for path in paths}
-        return sorted((name for name in names if NAME.fullmatch(name)), key=lambda name: -step_of(Path(name)))
+        return sorted((name for name in names if NAME.fullmatch(name)), key=lambda name: -step_of(name))
 
     def probe(self) -> None:
         """Write to it and remove what was written, before there is anything to lose.
@@ -108,7 +108,7 @@ class Store:
         unfinished = set(self.names(UPLOADING)) - set(self.known)
         there = [name for name in dict.fromkeys((*self.known, *self._present())) if name not in unfinished]
         for name in there:
-            if here and step_of(folder / name) <= step_of(folder / here):
+            if here and step_of(name) <= step_of(here):
                 return None
             why = self._bring(name)
             if why is None:
@@ -243,16 +243,12 @@ def stored(config: TrainConfig, ranks: Ranks) -> Iterator[Store | None]:
         ended.set()
         if thread:
             thread.join()
-        if whole:
-            _last(store)
-
-
-def _last(store: Store) -> None:
-    try:
-        store.copy()
-    except Exception as error:
-        # without the cause, whose text may have credentials
-        raise OSError(f"the last checkpoint is in {store.out}, but not in {store.uri}: {in_a_line(error)}") from None
+        try:
+            if whole:
+                store.copy()
+        except Exception as error:
+            lost = f"the last checkpoint is in {store.out}, but not in {store.uri}: {in_a_line(error)}"
+            raise OSError(lost) from None  # without the cause, whose text may have credentials
 
 
 def _keep(store: Store, ended: threading.Event) -> None:

@@ -111,11 +111,10 @@ class Parts(TokenRows):
     def count(self, picks: list[int]) -> tuple[int, int]:
         if picks[0] < 0:
             return super().count(picks)
-        counts = [
-            self.part(number).count([pick % WIDTH for pick in some])
-            for number, some in groupby(picks, lambda pick: pick // WIDTH)
-        ]
-        return sum(tokens for tokens, _ in counts), sum(targets for _, targets in counts)
+        of_parts = groupby(picks, lambda pick: pick // WIDTH)
+        counts = [self.part(number).count([pick % WIDTH for pick in some]) for number, some in of_parts]
+        tokens, targets = zip(*counts)
+        return sum(tokens), sum(targets)
 
 
 class Stream(Data):
@@ -159,7 +158,8 @@ class Stream(Data):
         return [self._pick(place, seed) for place in range(position, position + count)]
 
     def _pick(self, place: int, seed: int) -> int:
-        self._read_parts_to(place)
+        while place >= self._ends[-1] and not self._parts[-1].last:
+            self._add(described(self.wait(len(self._parts))))
         epoch, place = divmod(place, self._ends[-1]) if self._parts[-1].last else (0, place)
         part = bisect.bisect_right(self._ends, place)
         begin = self._ends[part - 1] if part else 0
@@ -167,11 +167,6 @@ class Stream(Data):
         self.rows.part(part)
         row = self._shuffled(self._ends[part] - begin, seed, epoch, part)[place - begin]
         return part * WIDTH + (row if part else self.train[row])
-
-    def _read_parts_to(self, place: int) -> None:
-        """Read about parts up to the one in which that row of training is."""
-        while place >= self._ends[-1] and not self._parts[-1].last:
-            self._add(described(self.wait(len(self._parts))))
 
     def compare(self, number: int) -> None:
         """``UserError`` if a part that is there is not the one that a checkpoint knows."""

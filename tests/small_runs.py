@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -16,6 +17,17 @@ TEXT = "def add(a, b):\n    return a + b\n\n"
 MODEL: dict[str, Any] = dict(hidden=32, heads=2, kv_heads=1, layers=1)
 STEPS: dict[str, Any] = dict(length=24, batch=4, steps=3, warmup=1, lr=1e-2, log_every=1)
 RUN = MODEL | STEPS | dict(vocab=300, device="cpu")
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
+
+
+# of other packages
+OTHER_TRAINERS = [
+    pytest.param(name, marks=needs(of)) for name, of in (("hf", "accelerate"), ("lightning", "lightning"))
+]
 
 
 def write_jsonl(path: Path, records: Iterable[Any]) -> str:
@@ -56,6 +68,19 @@ def forget_the_newest(config: TrainConfig) -> None:
     newest.unlink() if newest.is_file() else shutil.rmtree(newest)
     if config.save:
         shutil.rmtree(config.save)
+
+
+def resumed_alike(config: TrainConfig) -> dict[str, Any]:
+    """What a run says, of which a second start from the checkpoint before the newest has the bits:
+    losses, those of the steps that it makes at least, and what is saved."""
+    from liger_kernel.train import loop
+
+    expected = loop.train(config)
+    whole = saved(config)
+    forget_the_newest(config)
+    again = loop.train(config)["losses"]
+    assert again and again == expected["losses"][-len(again) :] and saved(config) == whole
+    return expected
 
 
 def refused(said: str, call: Callable[..., Any], /, *given: Any, **named: Any) -> None:

@@ -95,18 +95,6 @@ def test_a_padded_prompt_with_a_cache_has_the_bits_of_one_alone(growing):
     assert torch.equal(*kept) and torch.equal(kept[1], whole)
 
 
-def test_mistakes():
-    for flags, text in (
-        ("--against ours:head", "ours:head"),
-        ("--batch 0", "batch"),
-        ("--temperature 0", "--temperature must be positive"),
-        ("--model qwen", "qwen"),
-        ("--model some/checkpoint --layers 2", "--layers"),
-    ):
-        with pytest.raises(UserError, match=text):
-            mismatch.parse(flags.split())
-
-
 def test_a_head_that_does_more_is_refused(monkeypatch):
     monkeypatch.setattr(mismatch.ScoringHead, "logits", lambda self, hidden, fp32: hidden.sum(-1, keepdim=True) + 9)
     with pytest.raises(UserError, match="more than its head's product"):

@@ -194,34 +194,6 @@ def test_largest_size(most, start):
     assert most * 15 / 16 <= found <= most and len(tried) == len(set(tried)) <= 15
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        (["--steps", "1", "--warmup", "1"], "must add up to 4"),
-        (["--batch", "4,0"], "--batch must be at least 1, got 0"),
-        (["--batch", "4,8", "--profile"], "need a single --batch"),
-        (["--parallel", "ulysses", "--against", "upstream"], "upstream has no --parallel ulysses"),
-        (["--gpus", "2", "--parallel", "ep"], "--parallel ep needs a mixture of experts, got llama-3.2-1b"),
-        (["--parallel", "ep", "--model", "mixtral-8x7b", "--lora", "8"], "--parallel ep trains all weights"),
-        (["--lora", "-1"], "--lora must be at least 0, got -1"),
-        (["--lora", "8", "--lora-dropout", "1"], "--lora-dropout must be in"),
-        (["--lora", "8", "--lora-targets", "q_proj,head"], "no linear layer 'head'; there are q_proj"),
-        (["--dora"], "--dora needs --lora R"),
-        (["--lora-dropout", "0.1"], "--lora-dropout needs --lora R"),
-        (["--quantize", "nf4"], "--quantize needs --lora R"),
-        (["--lora", "8", "--quantize", "fp8"], "stock has no frozen FP8 base"),
-        (["--lora", "8", "--quantize", "nf4", "--against", "ours:fp8"], "ours:fp8 has its own base"),
-        (["--against", "ours:bf16"], "ours:bf16 needs --fp8 tensorwise"),
-        (["--fp8", "rowwise_with_gw_hp", "--against", "ours:head"], r"ours:head needs --fp8 tensorwise\|rowwise$"),
-        (["--fp8", "tensorwise", "--lora", "8"], "--fp8 trains the weights themselves: leave out --lora"),
-    ],
-)
-def test_mistakes_in_flags(argv, message):
-    with pytest.raises(UserError, match=message) as caught:
-        step.parse(argv)
-    assert "\n" not in str(caught.value)
-
-
 def test_quantising_needs_its_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)

@@ -274,21 +274,6 @@ def test_a_field_has_its_form_or_is_refused(name):
     assert accepted or not isinstance(getattr(job(), name), dict | list)
 
 
-def test_mistakes_in_a_file_are_named(tmp_path):
-    path = tmp_path / "job.json"
-    good = {"name": "run", "image": "i:1", "nodes": 1, "volume": "v", "train": TRAIN}
-    for change, text in (
-        ({"node": 2}, "unknown name 'node'"),
-        ({"nodes": "2"}, "nodes must be of type int, got '2'"),
-        ({"train": {**TRAIN, "stepz": 1}}, "train: unknown name 'stepz'"),
-        ({"train": None}, "train must be given"),
-    ):
-        path.write_text(json.dumps(good | change))
-        refused(text, Job.load, path)
-    path.write_text(json.dumps(good))
-    assert Job.load(path).train.store == "s3://b/run"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_are_confined_and_hold_no_secrets(kind):
     found = objects(job(kind=kind, secret="tokens", **KINDS[kind]))

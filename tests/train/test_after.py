@@ -25,7 +25,7 @@ from fp8_checkpoints import publish, stays_in_fp8
 from hf_models import served_by_kernels_or_references
 from packed_checkpoints import publish_as, publish_mxfp4
 from safetensors.torch import load_file, save_file
-from small_runs import STEPS, refused, save_model, write_jsonl
+from small_runs import STEPS, needs, refused, save_model, write_jsonl
 
 from liger_kernel import cli
 from liger_kernel.train import adapters, card, demo, merge, stored
@@ -212,7 +212,7 @@ def test_a_base_that_cannot_be_made_dense_is_refused_by_name():
     refused(r"base is quantised for good \(gptq .*: give --base the same model in 16 bits", merge.dense, model, "base")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@needs("bitsandbytes")
 def test_a_merge_into_the_base_that_was_trained_on(here, tmp_path):
     """It is dense, in the dtype of the base's files, with the values of 4 bits."""
     assert cli.main(["merge", "tuned", "--out", str(tmp_path / "new"), "--quantize", "nf4"]) == 0
@@ -220,13 +220,17 @@ def test_a_merge_into_the_base_that_was_trained_on(here, tmp_path):
     assert not hasattr(transformers.AutoConfig.from_pretrained(tmp_path / "new"), "quantization_config")
 
 
+def with_its_tokenizer(here, folder):
+    for file in (here / "base").glob("tokenizer*"):
+        shutil.copy(file, folder)
+
+
 def test_a_base_in_fp8(here, tmp_path, monkeypatch):
     """Adapters on it are drawn as on a dense one, and merged into it, decoded."""
     pytest.importorskip("transformers.integrations.finegrained_fp8")
     stays_in_fp8(monkeypatch)
     decoded = publish(stock("base"), tmp_path, (8, 16))
-    for file in (here / "base").glob("tokenizer*"):
-        shutil.copy(file, tmp_path)
+    with_its_tokenizer(here, tmp_path)
     config = TrainConfig(model=str(tmp_path), lora=4)
     stored = adapters.adapted(load_model(str(tmp_path), False, torch.device("cpu")), config)
     own = dict(adapters.adapted(decoded, config).named_parameters())
@@ -262,8 +266,7 @@ def test_a_merge_into_the_storage_of_the_base(kind, here, tmp_path, capsys):
     """The numbers of the rounded sums, with the base's scales; or dense. Nothing of a package that made the
     base is needed."""
     made = publish(stock("base"), tmp_path, (8, 16)) if kind == "fp8" else publish_as(stock("base"), tmp_path, kind)
-    for file in (here / "base").glob("tokenizer*"):
-        shutil.copy(file, tmp_path)
+    with_its_tokenizer(here, tmp_path)
     twin = adapted(made, tmp_path)
     argv = ["merge", str(tmp_path / "tuned"), "--out", str(tmp_path / "new"), "--to", "base"]
     whole = load_file(file := tmp_path / "tuned" / "adapter_model.safetensors")
@@ -298,8 +301,7 @@ def test_a_run_over_a_published_base(kind, here, tmp_path, capsys, monkeypatch):
             num_hidden_layers=1, num_local_experts=4, vocab_size=stock("base").config.vocab_size, **sizes
         )
         publish_mxfp4(transformers.GptOssForCausalLM(form).bfloat16(), tmp_path)
-    for file in (here / "base").glob("tokenizer*"):
-        shutil.copy(file, tmp_path)
+    with_its_tokenizer(here, tmp_path)
     places = dict(model=tmp_path, data="chats.jsonl", out=tmp_path / "run", save=tmp_path / "t", lora=4, device="cpu")
     values = STEPS | dict(steps=2, precision="bf16-mixed") | places
     argv = [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]

@@ -28,7 +28,7 @@ from liger_kernel.bench.results import Row, read
 from liger_kernel.memory import offload as offloading
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train import fit, loop, ranks, simulated
-from liger_kernel.train.config import TrainConfig, UserError, from_flags
+from liger_kernel.train.config import TrainConfig, from_flags
 from liger_kernel.transformers.rewrite import rules
 
 ROOT = Path(__file__).parents[2]
@@ -400,8 +400,6 @@ HELD = 3 * 65536 * 512 * 2 / 1e9  # of a model of two layers
 @pytest.mark.slow
 def test_memory_of_the_cpu_is_printed(model, said):
     assert f"GB, and {HELD:.2f} GB of the CPU's memory for activations\n" in said("--model", model, *LONG)
-    with pytest.raises(UserError, match="--cpu-memory-gb must be positive and finite, got 0"):
-        fit.main(["--model", model, *LONG, "--cpu-memory-gb", "0"])
 
 
 @pytest.mark.slow
@@ -515,22 +513,6 @@ def test_ranks_in_the_table(tmp_path, said):
     assert f"1 x 2048 tokens, on each of 8 GPUs: a GPU with {float(gb):.2f} GB" in text
     assert re.search(r"--parallel fsdp2 +[\d.]+ +[\d.]+ +(yes|no) +time: every rank gathers", text)
     assert re.search(r"fits, with [\d.]+ GB: liger train .*--parallel fsdp2.* --nproc 4 --nnodes 2:4", text)
-
-
-@pytest.mark.parametrize(
-    "flags, error",
-    [
-        (["--nproc", "4"], "4 ranks need --parallel ddp, fsdp2, tp or ulysses"),
-        (["--nproc", "0", "--parallel", "ddp"], "--nproc must be the number of GPUs of a machine, got 0"),
-        (["--nproc", "2", "--nnodes", "x", "--parallel", "ddp"], "nnodes must be N or MIN:MAX"),
-        (["--nproc", "4", "--parallel", "ulysses", "--sequence-parallel-size", "3"], "must divide the 4 ranks, got 3"),
-        (["--parallel", "deepspeed-z3", "--trainer", "hf"], "the memory of parallel deepspeed-z3 is not known"),
-    ],
-    ids=str,
-)
-def test_ranks_that_cannot_be(model, flags, error, capsys):
-    assert cli.main(["fit", "--model", model, "--memory-gb", "1", *flags]) != 0
-    assert error in capsys.readouterr().err
 
 
 @pytest.mark.slow

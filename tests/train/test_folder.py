@@ -3,7 +3,6 @@ through no link."""
 
 import contextlib
 import errno
-import importlib.util
 import json
 import os
 import shutil
@@ -17,23 +16,14 @@ import pytest
 pytest.importorskip("transformers")
 
 import small_runs
-from small_runs import refused, save_model, small_run
+from small_runs import OTHER_TRAINERS, refused, save_model, small_run
 
-from liger_kernel.train import data as data_module, files, folder, loop, ranks, store
+from liger_kernel.train import data as data_module, files, folder, loop, store
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.mistakes import writable
 
 pytestmark = pytest.mark.usefixtures("references")
 TEXT = small_runs.TEXT * 40
-has = lambda name: importlib.util.find_spec(name) is not None
-trainers = pytest.mark.parametrize(
-    "trainer",
-    [
-        "torch",
-        pytest.param("hf", marks=pytest.mark.skipif(not has("accelerate"), reason="accelerate is not installed")),
-        pytest.param("lightning", marks=pytest.mark.skipif(not has("lightning"), reason="lightning is not installed")),
-    ],
-)
 links = pytest.mark.skipif(not hasattr(os, "symlink") or os.name != "posix", reason="links are those of POSIX")
 
 
@@ -100,8 +90,8 @@ SAVED = {
 def test_a_model_is_not_saved_over_something_else(names, config, tmp_path):
     made(tmp_path / "there", names)
     before = content(tmp_path / "there")
-    with pytest.raises(UserError, match=r"there holds .*, which this run has not saved: give another --save$"):
-        loop.train(replace(config, save=str(tmp_path / "there")))
+    config = replace(config, save=str(tmp_path / "there"))
+    refused(r"there holds .*, which this run has not saved: give another --save$", loop.train, config)
     assert content(tmp_path / "there") == before and not Path(config.out).exists()
 
 
@@ -144,21 +134,6 @@ def test_a_model_may_be_saved_into_the_folder_of_its_run(config):
     assert json.loads((Path(config.out) / "config.json").read_text())["model_type"] == "llama"
 
 
-def test_the_launcher_writes_nothing_to_the_folder(config, monkeypatch):
-    """Its workers' first rank has not looked at it yet."""
-
-    class Asked(Exception):
-        pass
-
-    monkeypatch.setattr(
-        "torch.distributed.elastic.rendezvous.registry.get_rendezvous_handler", lambda *_: (_ for _ in ()).throw(Asked)
-    )
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    with pytest.raises(Asked):
-        ranks.launch_elastic(replace(config, nproc=1))
-    assert not Path(config.out).exists()
-
-
 def test_data_are_not_prepared_over_something_else(config, tmp_path):
     made(tmp_path / "rows", OTHERS["a model"])
     before = content(tmp_path / "rows")
@@ -187,7 +162,7 @@ def test_starts_that_begin_anew_leave_what_was_there(config):
     assert TrainConfig.load(out / "liger-run.json") == replace(config, steps=3)
 
 
-@trainers
+@pytest.mark.parametrize("trainer", ["torch", *OTHER_TRAINERS])
 def test_a_start_that_goes_on_keeps_the_record_of_the_one_before(trainer, config):
     config = replace(config, trainer=trainer, checkpoint_every=1)
     loop.train(config)
@@ -196,9 +171,11 @@ def test_a_start_that_goes_on_keeps_the_record_of_the_one_before(trainer, config
     assert not list(Path(config.out).glob("metrics-*"))
     if trainer == "torch":
         assert len((Path(config.out) / "metrics.jsonl").read_text().splitlines()) == 4
+        (Path(config.out) / "liger-run.json").write_bytes(b"\0")  # which does not stop its run
+        assert len(loop.train(replace(config, steps=5))["losses"]) == 5
 
 
-@trainers
+@pytest.mark.parametrize("trainer", ["torch", *OTHER_TRAINERS])
 def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path, monkeypatch):
     tokenizer = data_module.load(config).tokenizer
     models = [save_model(tmp_path / f"base{i}", tokenizer, initializer_range=0.02 * (i + 1)) for i in range(2)]
@@ -228,13 +205,6 @@ def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path,
     loop.train(replace(config, steps=3))
 
 
-def test_a_damaged_record_does_not_stop_its_run(config):
-    config = replace(config, checkpoint_every=1)
-    loop.train(config)
-    (Path(config.out) / "liger-run.json").write_bytes(b"\0")
-    assert len(loop.train(replace(config, steps=3))["losses"]) == 3
-
-
 NAMES = ["lock", "metrics.jsonl", "checkpoints", "checkpoints/latest", "checkpoints/step-00000003", "cache/0123"]
 NAMES += ["tensorboard", "wandb-id"]
 
@@ -251,8 +221,8 @@ def test_links_in_the_folder_of_a_run_are_refused(name, config, tmp_path):
         there if "." not in path.name and path.name not in ("lock", "latest", "wandb-id") else there / "mine"
     )
     before = content(there)
-    with pytest.raises(UserError, match=rf"{path} is a link, which no run has made: remove it, or give another --out$"):
-        loop.train(replace(config, checkpoint_every=1))
+    link = rf"{path} is a link, which no run has made: remove it, or give another --out$"
+    refused(link, loop.train, replace(config, checkpoint_every=1))
     assert content(there) == before
 
 
@@ -338,18 +308,16 @@ def test_a_folder_may_be_a_link_of_ones_own(config, tmp_path, monkeypatch):
 
 
 def test_a_file_is_written_whole_or_stays(tmp_path, monkeypatch):
+    """With the permissions that files have."""
     path = tmp_path / "file"
     files.write(path, "before")
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "plain").unlink()
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         files.write(path, "after")
     assert content(tmp_path) == {str(path): b"before"}
-
-
-def test_a_file_has_the_permissions_that_files_have(tmp_path):
-    files.write(tmp_path / "file", "x")
-    (tmp_path / "plain").touch()
-    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")

@@ -16,7 +16,6 @@ from small_runs import small_run
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train import loop, preview, ranks
 from liger_kernel.train.config import TrainConfig
-from liger_kernel.train.measure import as_clock
 from liger_kernel.train.session import Session
 
 
@@ -104,7 +103,3 @@ def test_what_is_not_known_is_said(on_a_gpu):
 def test_an_estimate_never_ends_a_run(on_a_gpu, monkeypatch):
     monkeypatch.setattr("liger_kernel.train.fit.expected", lambda *args: 1 / 0)
     assert "memory: not estimated: division by zero" in on_a_gpu(batch=1, length=512)
-
-
-def test_clock():
-    assert [as_clock(s) for s in (0.4, 65, 3661, 90_000)] == ["0:00:00", "0:01:05", "1:01:01", "1 day, 1:00:00"]

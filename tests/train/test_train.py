@@ -33,6 +33,7 @@ import torch
 pytest.importorskip("transformers")
 
 import small_runs
+import transformers
 from processes import forkserver, run_code
 from quick import further
 from small_runs import RUN, refused, small_run, write_jsonl
@@ -57,9 +58,10 @@ from liger_kernel.train import (
 from liger_kernel.train.config import TrainConfig, UserError, from_flags
 from liger_kernel.train.data import load
 from liger_kernel.train.files import COUNT, NUMBER, fits
+from liger_kernel.train.loop import evaluate
 from liger_kernel.train.measure import PeakMemory
 from liger_kernel.train.model import device_and_precision, flags_for
-from liger_kernel.train.records import BEGIN, Records, standard_library
+from liger_kernel.train.records import Records, standard_library
 from liger_kernel.train.token_rows import IGNORE, Data, TokenRows
 from liger_kernel.train.tokenise import CHAT_TEMPLATE, tokenise, train_bpe
 
@@ -156,17 +158,13 @@ def test_only_kernels_named_are_passed_on():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("stepz: 5", "unknown name 'stepz'"),
-        ("steps: many", "steps must be of type int, got 'many'"),
         ("steps: 1.5", "steps must be of type int, got 1.5"),
         ("steps: true", "steps must be of type int, got True"),
         ("- 1", "must hold names and values, got a list"),
         ("a: [", "is not valid YAML"),
         ("steps: 0", "steps must be at least 1, got 0"),
         ("limit: 0", "limit must be at least 1, got 0"),
-        ("precision: fp8", "precision must be one of auto, fp32, bf16-mixed, bf16; got 'fp8'"),
         ("intermediate: -4", "intermediate must be at least 1, got -4"),
-        ("length: 1", "length must be at least 2, got 1"),
         ("metrics_port: 70000", r"metrics_port must be in \[0, 65535\], got 70000"),
         ("seed: -1", "seed must be in"),
         ("seed: 4294967296", "seed must be in"),
@@ -179,7 +177,6 @@ def test_only_kernels_named_are_passed_on():
         ("heads: 3", "heads must divide hidden"),
         ("kv_heads: -1", "kv_heads must be at least 1, got -1"),
         ("store: s3://b/run", "store needs trainer torch and checkpoint_every"),
-        ("eval_fraction: 1", r"eval_fraction must be in \[0, 1\), got 1.0"),
         ("{steps: 5, epochs: 1}", "steps and epochs exclude each other"),
         ("{epochs: 1, stream: 4}", r"epochs needs stream 0, got 4: .* give steps"),
         ("epochs: -1", "epochs must be at least 0"),
@@ -226,10 +223,7 @@ def test_a_model_or_tokenizer_whose_file_never_ends_is_not_read(name, tmp_path):
     os.mkfifo(tmp_path / name)
     for read in (lambda: tokenising.loaded(tmp_path), lambda: hub.configuration(str(tmp_path))):
         refused(f"{name} is no regular file, but a pipe", read)
-
-
-def test_a_damaged_tokenizer_of_prepared_rows_is_said(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    (tmp_path / name).unlink()
     refused("cannot load the tokenizer", tokenising.loaded, tmp_path)
 
 
@@ -245,7 +239,8 @@ def test_forms_of_values_in_files():
         assert all(fits(value, form) for value in right) and not any(fits(value, form) for value in wrong), form
 
 
-@pytest.mark.parametrize("known", [{"place": 3}, {"ids": 10**30}, "[" * 9**6, None])
+# of the last two, the files are shorter than it says: the disk has lost what was written to them
+@pytest.mark.parametrize("known", [{"place": 3}, {"ids": 10**30}, "[" * 9**6, None, {"ids": 9}, {"lengths": 9}])
 def test_a_strange_draft_begins_anew(known, tmp_path):
     for name in ("ids", "labels", "lengths"):
         (tmp_path / name).write_bytes(bytes(32))
@@ -331,7 +326,7 @@ def test_a_prompt_is_context_and_its_completion_is_learnt(tokenizer):
     assert [tokenizer.decode(cut.ids[:4]), cut.labels[:2].tolist()] == ["aQye", [IGNORE] * 2]
 
 
-def test_what_others_call_a_column(config, tmp_path, tokenizer):
+def test_what_others_call_a_column(config, tmp_path):
     read = lambda columns, *records: list(
         Records(replace(config, data=write_jsonl(tmp_path / "qa.jsonl", records), columns=columns))
     )
@@ -339,10 +334,6 @@ def test_what_others_call_a_column(config, tmp_path, tokenizer):
     assert read("question=prompt,answer=completion", {"question": "q", "answer": "a"} | rest) == [
         {"id": 1, "prompt": "q", "completion": "a"}
     ]
-    with pytest.raises(UserError, match=r"columns: the first record has no 'qestion'; did you mean question\?"):
-        read("qestion=prompt", {"question": "q", "answer": "a"})
-    with pytest.raises(UserError, match=r"--columns Question=prompt,response=completion renames them"):
-        tokenise([{"Question": "q", "response": "a"}], tokenizer, 9)
 
 
 def test_a_template_that_rewrites_earlier_turns_masks_them(tokenizer):
@@ -382,8 +373,6 @@ def test_eager_attention_that_a_run_names():
 def test_conversations_of_a_row_are_learnt_as_if_each_were_alone(tokenizer, attention, patched):
     """Loss and gradients of packed rows are those of a row each; no conversation is lost, and
     little is padded."""
-    import transformers
-
     chats = [chat for chat in CHATS for _ in range(3)]
     alone, packed = tokenise(chats, tokenizer, 200), tokenise(chats, tokenizer, 200, "documents")
     assert len(packed) < len(alone) // 2 and packed.bounds.diff().max() <= 200
@@ -472,33 +461,13 @@ def test_a_text_file_is_one_text(tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"{name}\n\n1\n")
     found = Records(TrainConfig(data=str(tmp_path)))
     assert list(found) == [{"text": "a\n\n1\n"}, {"text": "b\n\n1\n"}] and len(list(found.since((1, 0, 1)))) == 1
-    with pytest.raises(UserError, match=r"a.txt is one text, longer than 0 MB: .* --max-record-mb raises"):
-        list(records._txt(tmp_path / "a.txt", 0, most=4))
-
-
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("a.csv", "text\nx,y\n", "a.csv:2: 2 values for 1 columns"),
-        ("a.csv", "text,text\n", "a.csv:1: the name text stands there twice"),
-        ("a.csv", 'text\n"x', "a.csv:2: unexpected end of data"),
-        ("a.csv", "", "holds no records"),
-        ("a.json", '[{"text": "x"}, 1]', "a.json, record 2: a record must be an object, got int"),
-        ("a.json", "[", "a.json: not valid JSON"),
-        ("a.txt", b"\xff", "a.txt: not UTF-8"),
-        ("a.csv", b"text\n\xff", "a.csv:2: not UTF-8"),
-    ],
-)
-def test_mistakes_in_other_files_are_named(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    refused(message, list, Records(TrainConfig(data=str(tmp_path / name))))
+    one = records._txt(tmp_path / "a.txt", 0, most=4)
+    refused(r"a.txt is one text, longer than 0 MB: .* --max-record-mb raises", list, one)
 
 
 def test_a_run_is_evaluated_on_other_data(config, tmp_path):
     """No row of its own data is kept back; of what is evaluated, the loss is that of the saved
     model on these data alone."""
-    from liger_kernel.train.loop import evaluate
-
     other = write_jsonl(tmp_path / "other.jsonl", [{"text": TEXT[::-1]}] * 2)
     config = replace(config, eval_data=other, save=str(tmp_path / "saved"), eval_every=2)
     metrics = loop.train(config)
@@ -515,8 +484,8 @@ def test_a_run_is_evaluated_on_other_data(config, tmp_path):
     prepared = str(data_module.prepare(alone, tmp_path / "prepared"))
     assert evaluate(replace(config, eval_data=prepared)) == scores
     refused(r"eval_data .*: no such file", load, replace(config, eval_data=str(tmp_path / "no.jsonl")))
-    with pytest.raises(UserError, match="eval_data must be packed as data is"):
-        load(replace(config, eval_data=prepared, packing="documents"))
+    both = replace(config, eval_data=prepared, packing="documents")
+    refused("eval_data must be packed as data is", load, both)
 
 
 def test_a_dry_run_shows_what_is_learnt_and_trains_nothing(tmp_path, capsys):
@@ -568,61 +537,48 @@ def test_a_loss_that_stays_is_said():
     assert all("the loss did not fall" in preview.unmoved(noisy(fall)) for fall in (0, 0, -1))
 
 
-def test_the_standard_library_is_text_enough():
-    texts = standard_library()
-    assert sum(map(len, texts)) > 5_000_000
-    assert any("class TestCase" not in text and "def dataclass(" in text for text in texts)
-
-
-def test_prepared_rows_are_the_data_without_its_text(config, tmp_path):
-    folder = data_module.prepare(config, tmp_path / "prepared")
-    direct, prepared = load(config), load(replace(config, data=str(folder)))
-    assert torch.equal(direct.rows.ids, prepared.rows.ids) and direct.eval == prepared.eval
-    assert len(prepared.tokenizer) == len(direct.tokenizer)
-    with pytest.raises(UserError, match=f"prepared with rows of {config.length} tokens, but length is 8"):
-        load(replace(config, data=str(folder), length=8))
+WRONG = [
+    ("", "holds no records"),
+    ("{oops", ":1: not valid JSON"),
+    (r'{"text": "x"}' + "\n" + r'{"text": "\ud83d"}', ":2: not valid JSON: .*surrogates"),
+    (b'{"text": "\xe9"}', ":1: not UTF-8: 'utf-8' codec"),
+    ('{"messages": "hi"}', "messages must be a list of objects"),
+    ('{"messages": ["hi"]}', "messages must be a list of objects"),
+    ('{"instruction": 1, "output": "x"}', "instruction, input and output must be text"),
+    ("[1]", ":1: a record must be an object, got list"),
+    ("[" * 100_000 + "]" * 100_000, ":1: (nested too deeply|not valid JSON|a record must be an object)"),
+    ('{"prompt": "x"}', r"must have 'text', 'messages', .*; the first record has \['prompt'\]: --columns NAME=text"),
+    ('{"prompt": "x", "completion": []}', "prompt and completion must both be text, or both lists of messages"),
+    ('{"conversations": [{"from": "gtp", "value": "x"}]}', r"'from' must be one of .*'gtp'; did you mean gpt\?"),
+    ('{"conversations": [{"from": "gpt"}]}', "the 'value' of a turn must be text"),
+    ('{"prompt": "x", "completion": ""}', "nothing to learn: 1 of 1 conversations have no answer"),
+    ('{"text": "x"}\n{"txt": "y"}', "record 2 has no 'text'"),
+    ('{"messages": [{"role": "user", "content": "hi"}]}', "nothing to learn: 1 of 1 conversations have no answer"),
+    ('{"messages": [{"role": "user"}]}', "'content'"),
+    ('{"text": "x", "text": "y"}', ":1: not valid JSON: the name text stands there twice"),
+    (
+        '{"text": "x"}\n{"text": "' + "y" * 1_000_000 + '"}',
+        ":2: the line is longer than 1 MB: .* --max-record-mb raises the limit",
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    "lines, message",
+    "name, content, message",
     [
-        ("", "holds no records"),
-        ("{oops", ":1: not valid JSON"),
-        (r'{"text": "x"}' + "\n" + r'{"text": "\ud83d"}', ":2: not valid JSON: .*surrogates"),
-        (b'{"text": "\xe9"}', ":1: not UTF-8: 'utf-8' codec"),
-        ('{"messages": "hi"}', "messages must be a list of objects"),
-        ('{"messages": ["hi"]}', "messages must be a list of objects"),
-        ('{"instruction": 1, "output": "x"}', "instruction, input and output must be text"),
-        ("[1]", ":1: a record must be an object, got list"),
-        ("[" * 100_000 + "]" * 100_000, ":1: (nested too deeply|not valid JSON|a record must be an object)"),
-        (
-            '{"prompt": "x"}',
-            r"must have 'text', 'messages', .*; the first record has \['prompt'\]: --columns NAME=text",
-        ),
-        ('{"prompt": "x", "completion": []}', "prompt and completion must both be text, or both lists of messages"),
-        ('{"conversations": [{"from": "gtp", "value": "x"}]}', r"'from' must be one of .*'gtp'; did you mean gpt\?"),
-        ('{"conversations": [{"from": "gpt"}]}', "the 'value' of a turn must be text"),
-        ('{"prompt": "x", "completion": ""}', "nothing to learn: 1 of 1 conversations have no answer"),
-        ('{"text": "x"}\n{"txt": "y"}', "record 2 has no 'text'"),
-        ('{"text": "x"}', "shorter than one row of 24 tokens"),
-        ('{"messages": [{"role": "user", "content": "hi"}]}', "nothing to learn: 1 of 1 conversations have no answer"),
-        ('{"messages": [{"role": "user"}]}', "'content'"),
-        ('{"text": "x", "text": "y"}', ":1: not valid JSON: the name text stands there twice"),
-        (
-            '{"text": "x"}\n{"text": "' + "y" * 1_000_000 + '"}',
-            ":2: the line is longer than 1 MB: .* --max-record-mb raises the limit",
-        ),
+        ("a.csv", "text\nx,y\n", "a.csv:2: 2 values for 1 columns"),
+        ("a.csv", "text,text\n", "a.csv:1: the name text stands there twice"),
+        ("a.csv", 'text\n"x', "a.csv:2: unexpected end of data"),
+        ("a.json", '[{"text": "x"}, 1]', "a.json, record 2: a record must be an object, got int"),
+        ("a.json", "[", "a.json: not valid JSON"),
+        ("a.txt", b"\xff", "a.txt: not UTF-8"),
+        ("a.csv", b"text\n\xff", "a.csv:2: not UTF-8"),
+        *(("a.jsonl", *wrong) for wrong in WRONG),
     ],
 )
-def test_mistakes_in_the_data_are_named(lines, message, config, tmp_path):
-    (tmp_path / "text.jsonl").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
-    refused(message, load, replace(config, max_record_mb=1))
-
-
-def test_a_file_of_records_may_begin_with_a_bom(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
-    Path(path).write_bytes(codecs.BOM_UTF8 + Path(path).read_bytes())
-    assert list(Records(TrainConfig(data=path))) == [{"text": "a"}, {"text": "b"}]
+def test_mistakes_in_the_data_are_named(name, content, message, config, tmp_path):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(message, load, replace(config, data=str(tmp_path / name), max_record_mb=1))
 
 
 def test_learning_rate():
@@ -683,25 +639,12 @@ def test_recomputed_activations_change_no_bit(changes, config):
     )
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(device="cuda") if not torch.cuda.is_available() else dict(device="abacus"), "device"),
-        (dict(device="xpu") if not torch.xpu.is_available() else dict(device="abacus"), "cannot use device"),
-        (dict(model="/nowhere/at/all"), "/nowhere/at/all"),
-        (dict(geglu=True), "llama has no kernel flag geglu"),
-    ],
-)
-def test_mistakes_in_a_run_are_named(changes, message, config):
-    refused(message, loop.train, replace(config, **changes))
-
-
 @pytest.mark.parametrize("name", ["out", "save"])
 def test_what_cannot_be_written_is_said_before_anything_is_loaded(name, config, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setattr(loop, "load", None)
-    with pytest.raises(UserError, match=r"cannot write to .*run: .*file is a file, not a folder"):
-        loop.train(replace(config, **{name: str(tmp_path / "file" / "run")}))
+    config = replace(config, **{name: str(tmp_path / "file" / "run")})
+    refused(r"cannot write to .*run: .*file is a file, not a folder", loop.train, config)
 
 
 def test_more_processes_than_gpus_are_a_mistake(monkeypatch):
@@ -854,8 +797,7 @@ def test_a_store_without_its_credentials_is_asked_for(config, tmp_path, monkeypa
     monkeypatch.setenv("LIGER_STORE", uri)
     assert read.store_uri == uri
     monkeypatch.setenv("LIGER_STORE", "memory://key:password@other/run")
-    with pytest.raises(UserError, match="has no credentials"):
-        read.store_uri  # noqa: B018
+    refused("has no credentials", loop.train, read)
 
 
 @pytest.mark.parametrize("when", ["start_run", "log_metrics", "end_run"])
@@ -895,19 +837,6 @@ def test_fewer_steps_than_the_checkpoint_has_are_no_failure(config, tmp_path):
     loop.train(config)
     loop.train(replace(config, steps=2, save=str(tmp_path / "saved")))
     assert (tmp_path / "saved" / "model.safetensors").is_file()
-
-
-DAMAGED = [b"5", b'{"loss": 1}', b"\0" * 4096, b"[" * 100000, b'{"step":1,"lr":"\xff"}']
-DAMAGED += [b'{"step": 1' + b"0" * 5000 + b"}"]
-
-
-def test_damaged_lines_of_metrics_are_left_out(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    line = b'{"step": %d, "loss": null, "grad_norm": 1.5, "lr": 0.1}'
-    path.write_bytes(b"\n".join([line % 1, *DAMAGED, line % 2, b'{"step": 3, "lo']))
-    lines = metrics.StepLines(path, 2)
-    assert "7 damaged lines are left out, the first is line 2" in capsys.readouterr().err
-    assert [(found["step"], math.isnan(found["loss"])) for found in lines.read()] == [(1, True), (2, True)]
 
 
 def test_rows_of_strangers_are_checked_before_a_gpu_reads_them(config, tmp_path):
@@ -1030,20 +959,6 @@ def test_a_run_stopped_while_it_tokenises_keeps_what_it_has(kind, config, monkey
     assert again.tokenizer.get_vocab() == calm.tokenizer.get_vocab() and not unfinished.exists()
 
 
-def test_what_a_draft_lacks_is_tokenised_anew(config, monkeypatch, tmp_path):
-    """A disk that lost what was written to it: the files are shorter than what is said of them."""
-    monkeypatch.setattr(tokenising, "KEEP_EVERY", 0)
-    tokenizer, records = train_bpe([TEXT], 300), Records(config)
-    calm = tokenise(records, tokenizer, 24)
-    for lost in ("ids", "lengths", "state.json"):
-        tokenising.Draft(tmp_path / lost).add(records.since(BEGIN), tokenizer, 24)
-        os.truncate(tmp_path / lost / lost, 1)
-        draft = tokenising.Draft(tmp_path / lost)
-        assert draft.place == BEGIN
-        draft.add(records.since(draft.place), tokenizer, 24)
-        assert draft.rows(24).digest() == calm.digest()
-
-
 def prefixed(tokenizer):
     """As older Llamas': a mark at the begin of a text, and words that do not end at white space."""
     from tokenizers import normalizers, pre_tokenizers
@@ -1121,13 +1036,17 @@ def test_all_generators_are_seeded():
     assert drawn[0] == drawn[1] and not {random.random(), np.random.rand(), torch.rand(1).item()} & {*drawn[0]}
 
 
-def test_a_folder_is_prepared_anew_and_can_be_read_by_others(config, tmp_path):
+def test_prepared_rows_are_the_data_without_its_text(config, tmp_path):
+    """In a folder that is prepared anew for other data, and that others can read."""
     other = replace(config, data=write_jsonl(tmp_path / "other.jsonl", [{"text": TEXT[::-1]}] * 4))
-    rows = []
-    for c in (config, other):
-        rows.append(load(replace(config, data=str(data_module.prepare(c, tmp_path / "rows")))).rows.ids)
+    for one in (config, other):
+        folder = str(data_module.prepare(one, tmp_path / "rows"))
+        direct, prepared = load(one), load(replace(one, data=folder))
+        assert torch.equal(direct.rows.ids, prepared.rows.ids) and direct.eval == prepared.eval
+        assert len(prepared.tokenizer) == len(direct.tokenizer)
         (tmp_path / "rows" / "mine.txt").touch()
-    assert not torch.equal(*(r[:64] for r in rows)) and torch.equal(rows[1], load(other).rows.ids)
+    longer = f"prepared with rows of {config.length} tokens, but length is 8"
+    refused(longer, load, replace(config, data=folder, length=8))
     (tmp_path / "plain").mkdir()
     assert (tmp_path / "rows").stat().st_mode == (tmp_path / "plain").stat().st_mode
     assert (tmp_path / "rows" / "mine.txt").is_file() and not [
@@ -1137,8 +1056,6 @@ def test_a_folder_is_prepared_anew_and_can_be_read_by_others(config, tmp_path):
 
 def test_a_model_saved_over_adapters_is_alone(config, tmp_path):
     pytest.importorskip("peft")
-    import transformers
-
     base, both = str(tmp_path / "base"), str(tmp_path / "both")
     loop.train(replace(config, save=base, steps=1))
     loop.train(replace(config, model=base, lora=4, save=both, out=str(tmp_path / "tuned")))
@@ -1242,8 +1159,6 @@ def test_the_demo_runs(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize("command", ["train", *further("fit")])
 def test_code_of_a_model_runs_only_when_asked(trusted, command, config, tmp_path, monkeypatch, capsys):
     """Without the flag nobody is asked, whatever standard input would answer."""
-    import transformers
-
     folder = tmp_path / "model"
     folder.mkdir()
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, vocab_size=300)

@@ -275,9 +275,11 @@ def _settle(done: Future, save: Callable[[], Any], sums: Callable[[], Any]) -> N
         save()
         sums()
         done.set_result(None)
-    # DCP's error is no Exception
-    except (Exception, dcp.api.CheckpointException) as error:
+    except BaseException as error:
         done.set_exception(error)
+        # DCP's error is no Exception; others, as a user's Ctrl-C, end the run
+        if not isinstance(error, (Exception, dcp.api.CheckpointException)):
+            raise
 
 
 def _why(error: BaseException) -> str:

@@ -81,9 +81,9 @@ def _numbered(given: Mapping[str, Any], bounds: Tensor) -> Tensor:
     """The document (B, T) of each token, of which the bounds are known."""
     index = given.get(INDEX)
     if index is None:
-        tokens = next(given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None)
-        at = torch.arange(tokens.shape[:2].numel(), device=bounds.device)
-        index = (torch.searchsorted(bounds, at, right=True) - 1).int().view(tokens.shape[:2])
+        size = _tokens(given, bounds[None]).shape[:2]
+        at = torch.arange(size.numel(), device=bounds.device)
+        index = (torch.searchsorted(bounds, at, right=True) - 1).int().view(size)
     setattr(index, KNOWN, bounds)
     return index
 
@@ -91,7 +91,13 @@ def _numbered(given: Mapping[str, Any], bounds: Tensor) -> Tensor:
 def bounds_of(given: Mapping[str, Any]) -> Tensor | None:
     """The bounds of documents (documents + 1,) in the flattened batch; None if each row has one."""
     begins = _begins(given)
-    return None if begins is None else _of_begins(begins)
+    # what is given for one row is that of all
+    return None if begins is None else _of_begins(begins.expand(len(_tokens(given, begins)), -1))
+
+
+def _tokens(given: Mapping[str, Any], otherwise: Tensor) -> Tensor:
+    """``otherwise`` if there are none, which the model refuses."""
+    return next((t for n in ("input_ids", "inputs_embeds") if (t := given.get(n)) is not None), otherwise)
 
 
 def _begins(given: Mapping[str, Any]) -> Tensor | None:

@@ -835,9 +835,14 @@ def ulysses_refuses() -> None:
         refused(functools.partial(parallelize, before, "ulysses"), why)
         assert before.config._attn_implementation == name and before.training
         assert len(before._forward_pre_hooks) == hooks
-    hybrid = make("kimi_linear")
-    _apply_liger_kernel_to_instance(model=hybrid)
-    refused(lambda: parallelize(hybrid, "ulysses"), "model.layers.0.self_attn (KimiLinearDeltaAttention)")
+    kinds = {"layer_types": ["mamba", "attention"]}
+    for model_type, more, layer in (
+        ("kimi_linear", {}, "self_attn (KimiLinearDeltaAttention)"),
+        ("granitemoehybrid", kinds, "mamba (GraniteMoeHybridMambaLayer)"),
+    ):
+        hybrid = make(model_type, **more)
+        _apply_liger_kernel_to_instance(model=hybrid)
+        refused(functools.partial(parallelize, hybrid, "ulysses"), f"model.layers.0.{layer}")
     refused(lambda: parallelize(nn.Linear(2, 2), "ulysses"), "is no model of Transformers")
     refused(lambda: parallelize(make("llama").to("meta"), "ulysses", mesh=mesh()), "has no weights yet")
     p = parallelize(patched(), "ulysses")

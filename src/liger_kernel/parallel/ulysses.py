@@ -446,7 +446,7 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
     AttentionMaskInterface.register(PROBE, no_mask)
     places = torch.arange(4, device=model.device)[None]
     ids = places + (places >= padding if isinstance(padding := getattr(model.config, "pad_token_id", None), int) else 0)
-    call = functools.partial(model, input_ids=ids, use_cache=False)
+    call, meeting = functools.partial(model, input_ids=ids, use_cache=False), list[str]()
     try:
         with _alone(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with contextlib.ExitStack() as hooks:
@@ -466,10 +466,11 @@ def _attention_of(model: Any) -> tuple[dict[nn.Module, tuple[int, int]], bool]:
             shifted[:, 2] = 1
             losses += [loss_of(num_items_in_batch=n).loss for n in (1, 2)]
     except Exception as error:
-        raise _unfit(
-            name, f"does not run with another attention: {type(error).__name__}: {str(error)[:300]}"
-        ) from error
-    if not apart or not found:
+        if not meeting:
+            raise _unfit(
+                name, f"does not run with another attention: {type(error).__name__}: {str(error)[:300]}"
+            ) from error
+    if meeting or not apart or not found:
         of = f": {meeting[0]}" if meeting else ""
         raise _unfit(name, f"has layers in which tokens meet without Transformers' attention interface{of}")
     for source in {sys.modules[type(module).__module__] for module in found}:

@@ -249,12 +249,13 @@ def test_the_gradient_of_the_head_is_scaled_in_the_forward(monkeypatch):
     seen = []
     module = importlib.import_module("liger_kernel.ops.losses.linear_cross_entropy")
     scaled = module.scaled
-    monkeypatch.setattr(module, "scaled", lambda grads, g: (seen.append(g.item()), scaled(grads, g))[1])
+    noted = lambda grads, g, norm: (seen.append((g.item(), norm)), scaled(grads, g, norm))[1]
+    monkeypatch.setattr(module, "scaled", noted)
     monkeypatch.setattr(module, "auto_chunk_rows", lambda *_, **__: 5)
     model, batch = make("llama", num_hidden_layers=1), tokens(length=40)
     expected = step(model, batch, num_items_in_batch=49)[1]
     assert_same_learning(step(patched(model), batch, num_items_in_batch=49)[1], expected)
-    assert seen == [pytest.approx(1, abs=2e-7)]
+    assert seen == [(pytest.approx(1, abs=2e-7), None)]
 
 
 def test_when_logits_are_left_out(computed):

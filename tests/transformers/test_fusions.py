@@ -338,7 +338,9 @@ def test_few_frames_lie_between_the_model_and_a_kernel(monkeypatch):
     with served_by_kernels_or_references():
         interpreted()
         model(**tokens())
-    assert {name: found[name] - 1 for name in ("_fwd", "_rope", "_rows")} == {"_fwd": 7, "_rope": 9, "_rows": 11}
+    # without the last, which is the test's own
+    most = {"_fwd": 7, "_rope": 9, "_rows": 11}
+    assert all(found[name] - 1 <= most[name] for name in most), found
 
 
 @needs_kernels

@@ -13,23 +13,9 @@ over columns, such as a weight, read as fp32. ``launch_config.tile`` chooses the
 
 from __future__ import annotations
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    column_sum,
-    launch,
-    launch_config,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    tracing,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, store_tile, tile_at, tl
 
 __all__ = ["Case", "Cost", "T", "acc", "cdiv", "column_sum", "jit", "launch", "launch_config", "launcher", "load_row"]

@@ -22,7 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.nn.options import WithOptions
-from liger_kernel.ops._core import acc, checks, is_fake, once_differentiable, only_pytorch, scaled
+from liger_kernel.ops._core import acc, checks, once_differentiable
+from liger_kernel.ops._core.operator import is_fake, only_pytorch
+from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check, row_kernel as cross_entropy_rows
 from liger_kernel.ops.losses.divergence.by_element import counted

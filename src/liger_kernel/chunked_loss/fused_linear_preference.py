@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.nn.options import WithOptions
-from liger_kernel.ops._core import as_index, checks
+from liger_kernel.ops._core import checks
+from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.linear_loss import Tokens, counted, linear_loss
 
 __all__ = ["LigerFusedLinearPreferenceBase"]

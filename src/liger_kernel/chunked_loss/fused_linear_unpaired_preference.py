@@ -22,7 +22,7 @@ from liger_kernel.chunked_loss.fused_linear_preference import (
     sequences,
     several,
 )
-from liger_kernel.ops._core import as_index
+from liger_kernel.ops._core.operator import as_index
 from liger_kernel.ops.losses.linear_loss import Tokens, linear_loss
 
 __all__ = ["LigerFusedLinearUnpairedPreferenceBase"]

@@ -25,18 +25,14 @@ from liger_kernel.ops._core import (
     T,
     acc,
     checks,
-    column_sum,
-    launch,
     launch_config,
     nbytes,
     once_differentiable,
     op,
-    rows_of,
-    shaped,
-    tracing,
     typed_launcher,
-    use_kernels,
 )
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, mask_of, rsqrt, store_tile, tile_at, tl
 
 MAX_D = 8192  # columns of which one program holds five tensors in registers; the reference computes wider rows

@@ -18,17 +18,14 @@ from liger_kernel.ops._core import (
     T,
     acc,
     checks,
-    column_sum,
-    launch,
     launch_config,
     nbytes,
     once_differentiable,
     op,
-    rows_of,
-    shaped,
     typed_launcher,
-    use_kernels,
 )
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import (
     add_exactly,
     cdiv,

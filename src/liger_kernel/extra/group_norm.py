@@ -21,19 +21,18 @@ from torch import Tensor
 from liger_kernel.ops._core import (
     Case,
     Cost,
-    SymInt,
     T,
     acc,
     checks,
-    column_sum,
-    launch,
     launch_config,
     nbytes,
     once_differentiable,
     op,
     typed_launcher,
-    use_kernels,
 )
+from liger_kernel.ops._core.operator import launch, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core.schema import SymInt
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, store_tile, tile_at, tl
 from liger_kernel.ops.norms.layer_norm import standardised
 

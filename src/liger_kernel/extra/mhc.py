@@ -33,18 +33,14 @@ from liger_kernel.ops._core import (
     T,
     acc,
     checks,
-    column_sum,
-    launch,
     launch_config,
     nbytes,
     once_differentiable,
     op,
-    rows_of,
-    shaped,
-    tracing,
     typed_launcher,
-    use_kernels,
 )
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, mask_of, next_power_of_2, rsqrt, store_tile, tl
 
 # with more streams, phi has too many columns for a tile, and the reference computes the coefficients

@@ -11,22 +11,8 @@ import torch
 from torch import Tensor
 
 from liger_kernel.extra.mhc import _check
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    tracing,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 
 

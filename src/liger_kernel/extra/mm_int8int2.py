@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import launch, use_kernels
+from liger_kernel.ops._core.operator import launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, mask_of, tl, triton
 
 _A_BYTE = 4

@@ -29,17 +29,14 @@ from liger_kernel.ops._core import (
     T,
     acc,
     checks,
-    column_sum,
-    launch,
     launch_config,
     nbytes,
     once_differentiable,
     op,
-    rows_of,
-    shaped,
     typed_launcher,
-    use_kernels,
 )
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import check_norm
 

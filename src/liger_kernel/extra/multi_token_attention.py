@@ -18,19 +18,8 @@ from torch import Tensor
 
 from liger_kernel.extra.softmax import softmax_bwd, softmax_fwd
 from liger_kernel.extra.sparsemax import reference as sparsemax_reference, sparsemax_bwd, sparsemax_fwd
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    autocast_dtype,
-    checks,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import autocast_dtype, rows_of, use_kernels
 
 Size = int | tuple[int, int]
 

@@ -31,15 +31,13 @@ from liger_kernel.ops._core import (
     T,
     acc,
     checks,
-    launch,
     launch_config,
     nbytes,
     once_differentiable,
     op,
-    tracing,
     typed_launcher,
-    use_kernels,
 )
+from liger_kernel.ops._core.operator import launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, load_tile, mask_of, store_tile, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 

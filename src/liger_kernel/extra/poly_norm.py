@@ -22,17 +22,14 @@ from liger_kernel.ops._core import (
     T,
     acc,
     checks,
-    column_sum,
-    launch,
     launch_config,
     nbytes,
     once_differentiable,
     op,
-    rows_of,
-    shaped,
     typed_launcher,
-    use_kernels,
 )
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 
 # Columns that a program holds in registers, with their powers, and in the backward also dy. A wider

@@ -20,21 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    launch,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    tracing,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, store_tile, tile_at, tl
 
 # Columns of a row that one program holds in registers: 32 fp32 values per thread; in the backward of

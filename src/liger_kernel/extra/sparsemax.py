@@ -24,19 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel.extra.softmax import CASES, check, launch_bwd, launch_fwd, load_part
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import div, jit, load_tile, store_tile, tile_at, tl
 
 

@@ -20,22 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    SymInt,
-    T,
-    as_index,
-    host_can_read,
-    launch,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import as_index, host_can_read, launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.schema import SymInt
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
 
 # tokens a piece has at most: 64 steps of a program; the slots, two rows of fp32 a cut, are a

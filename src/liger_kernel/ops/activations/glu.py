@@ -22,21 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, mask_of, tl
 
 # what models name in many ways: `transformers/recognise` finds out which of these a model has

@@ -7,18 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    launch,
-    nbytes,
-    once_differentiable,
-    op,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 
 # values per program, 16 per thread: as in glu, memory bandwidth is the only limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_kernel.ops._core import swapped
+from liger_kernel.ops._core.operator import swapped
 
 
 def new_like(q: Tensor, needed: bool = True) -> Tensor:

@@ -41,18 +41,15 @@ from liger_kernel.ops._core import (
     Cost,
     T,
     acc,
-    autocast_dtype,
     checks,
-    is_invariant,
-    launch,
     launch_config,
     nbytes,
     once_differentiable,
     op,
-    tracing,
     typed_launcher,
-    use_kernels,
 )
+from liger_kernel.ops._core.invariance import is_invariant
+from liger_kernel.ops._core.operator import autocast_dtype, launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 

@@ -20,7 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, add_mm, counted, intercepted, on_gpu, over_tokens, scale_, tracing, unlike
+from liger_kernel.ops._core import acc
+from liger_kernel.ops._core.invariance import over_tokens
+from liger_kernel.ops._core.operator import counted, intercepted, on_gpu, tracing, unlike
+from liger_kernel.ops._core.products import add_mm
+from liger_kernel.ops._core.reduce import scale_
 
 
 def rounded_sums(M: int, V: int) -> int:

@@ -10,20 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    checks,
-    computed,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    scaled,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import computed, rows_of, use_kernels
+from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, check, normaliser, reference, row_kernel
 
 

@@ -34,18 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    acc,
-    as_index,
-    checks,
-    has_split_rows,
-    host_can_read,
-    is_sharded,
-    launch,
-    launch_config,
-    tracing,
-    use_kernels,
-)
+from liger_kernel.ops._core import acc, checks, launch_config
+from liger_kernel.ops._core.operator import as_index, host_can_read, launch, tracing, use_kernels
+from liger_kernel.ops._core.shards import has_split_rows, is_sharded
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, log, store_if, tanh, tl
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -46,7 +46,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, launch, on_gpu, tracing, use_kernels
+from liger_kernel.ops._core import acc
+from liger_kernel.ops._core.operator import launch, on_gpu, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tanh, tl
 from liger_kernel.ops.losses.chunks import auto_chunk_rows, dtype_of_dw
 from liger_kernel.ops.losses.cross_entropy_rows import (

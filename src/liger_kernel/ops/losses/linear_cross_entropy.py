@@ -27,26 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    checks,
-    fields_of,
-    host_can_read,
-    is_sharded,
-    launcher,
-    nbytes,
-    on_gpu,
-    once_differentiable,
-    only_pytorch,
-    op,
-    rows_of,
-    scaled,
-    scaled_rows,
-    tracing,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core.operator import host_can_read, on_gpu, only_pytorch, rows_of, tracing
+from liger_kernel.ops._core.reduce import scaled, scaled_rows
+from liger_kernel.ops._core.schema import fields_of
+from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, logits, only_hidden
 from liger_kernel.ops.losses.cross_entropy import items, positive, targets
 from liger_kernel.ops.losses.cross_entropy_rows import (

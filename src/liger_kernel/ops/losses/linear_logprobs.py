@@ -33,26 +33,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    add_mm,
-    checks,
-    fields_of,
-    is_invariant,
-    launcher,
-    on_gpu,
-    once_differentiable,
-    only_pytorch,
-    op,
-    rows_of,
-    scaled_rows,
-    shaped,
-    tracing,
-    unlike,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launcher, once_differentiable, op
+from liger_kernel.ops._core.invariance import is_invariant
+from liger_kernel.ops._core.operator import on_gpu, only_pytorch, rows_of, shaped, tracing, unlike
+from liger_kernel.ops._core.products import add_mm
+from liger_kernel.ops._core.reduce import scaled_rows
+from liger_kernel.ops._core.schema import fields_of
 from liger_kernel.ops.losses.chunks import (
     Kept,
     auto_chunk_rows,

@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, host_can_read, on_gpu, once_differentiable, only_pytorch, rows_of, scaled
+from liger_kernel.ops._core import acc, once_differentiable
+from liger_kernel.ops._core.operator import host_can_read, on_gpu, only_pytorch, rows_of
+from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, chunks_of, only_hidden
 from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, row_kernel
 from liger_kernel.ops.losses.linear_cross_entropy import (

@@ -27,17 +27,15 @@ from liger_kernel.ops._core import (
     Cost,
     T,
     acc,
-    as_index,
     checks,
-    column_sum,
-    launch,
     launch_config,
     nbytes,
     once_differentiable,
     op,
     typed_launcher,
-    use_kernels,
 )
+from liger_kernel.ops._core.operator import as_index, launch, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
 
 MAX_E = 2048  # experts whose logits and two sums one program holds; the reference computes more

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import launch, tracing, use_kernels
+from liger_kernel.ops._core.operator import launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import exp_of, jit, log, next_power_of_2, store_if, tl
 from liger_kernel.ops.losses.cross_entropy_rows import transformed, transformed_logits
 

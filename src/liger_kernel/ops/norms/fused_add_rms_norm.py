@@ -19,21 +19,9 @@ import torch
 from torch import Tensor
 
 from liger_kernel._private import apply_of
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    column_sum,
-    launch,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.norms.rms_kernels import (
     BWD_N,

@@ -24,22 +24,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    column_sum,
-    launch,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of, check_act
 from liger_kernel.ops.norms.rms_kernels import check_norm, reference as rms_norm_reference, scaled_rows

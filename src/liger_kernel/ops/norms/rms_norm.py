@@ -10,23 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    column_sum,
-    is_sharded,
-    launch,
-    launch_config,
-    nbytes,
-    on_own_rows,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, launch_config, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core.shards import is_sharded, on_own_rows
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.norms.fused_add_rms_norm import fused_add_rms_norm_bwd, fused_add_rms_norm_fwd
 from liger_kernel.ops.norms.rms_kernels import _bwd, _fwd, check_norm, reference

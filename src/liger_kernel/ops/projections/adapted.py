@@ -31,7 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, rows_of
+from liger_kernel.ops._core import acc
+from liger_kernel.ops._core.operator import rows_of
 from liger_kernel.ops.projections.float8_training import Float8Trained, search
 from liger_kernel.ops.projections.magnitude import dot_columns, row_norms, times_columns
 from liger_kernel.ops.projections.weights import Operand, Weight, add_product, added, as_dtype, product_in

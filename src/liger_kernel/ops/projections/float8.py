@@ -34,18 +34,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    acc,
-    intercepted,
-    is_invariant,
-    is_over_tokens,
-    launch,
-    once_differentiable,
-    rows_of,
-    shaped,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import acc, once_differentiable, typed_launcher
+from liger_kernel.ops._core.invariance import is_invariant, is_over_tokens
+from liger_kernel.ops._core.operator import intercepted, launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.projections.weights import Operand, Weight, added
 

@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, checks, intercepted, launch, launch_config, typed_launcher, use_kernels
+from liger_kernel.ops._core import acc, checks, launch_config, typed_launcher
+from liger_kernel.ops._core.operator import intercepted, launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
 from liger_kernel.ops.projections.float8 import _LEAST, E4, LEAST, _quantized, _size, lacking, transposed
 from liger_kernel.ops.projections.weights import Dequantized, Operand, added

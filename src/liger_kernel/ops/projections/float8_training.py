@@ -37,7 +37,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from liger_kernel.ops._core import acc, launch, over_tokens, typed_launcher, use_kernels
+from liger_kernel.ops._core import acc, typed_launcher
+from liger_kernel.ops._core.invariance import over_tokens
+from liger_kernel.ops._core.operator import launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import _MAXIMA, MAXIMA, Form, glu_into
 from liger_kernel.ops.projections.float8 import (

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import launch, typed_launcher, use_kernels
+from liger_kernel.ops._core import typed_launcher
+from liger_kernel.ops._core.operator import launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.projections.weights import Dequantized
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import launch, launch_config, tracing, typed_launcher, use_kernels
+from liger_kernel.ops._core import launch_config, typed_launcher
+from liger_kernel.ops._core.operator import launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.float8_blocks import BLOCK, Float8Blocks
 from liger_kernel.ops.projections.grouped_mm import GROUP_M

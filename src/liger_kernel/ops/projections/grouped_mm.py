@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import is_invariant, launch, launch_config, on_gpu, over_tokens, tracing, typed_launcher
+from liger_kernel.ops._core import launch_config, typed_launcher
+from liger_kernel.ops._core.invariance import is_invariant, over_tokens
+from liger_kernel.ops._core.operator import launch, on_gpu, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.grouped_tma import aligned, place

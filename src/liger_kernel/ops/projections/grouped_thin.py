@@ -19,7 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import SymInt, launch, launch_config, launcher, tracing, typed_launcher
+from liger_kernel.ops._core import launch_config, launcher, typed_launcher
+from liger_kernel.ops._core.operator import launch, tracing
+from liger_kernel.ops._core.schema import SymInt
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.grouped_mm import product_of_tile, reduced_precision, span_of
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import descriptor, intercepted, launch, launch_config, on_gpu
+from liger_kernel.ops._core import launch_config
+from liger_kernel.ops._core.operator import descriptor, intercepted, launch, on_gpu
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 from liger_kernel.ops.activations.glu import act_of
 

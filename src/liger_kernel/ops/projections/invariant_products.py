@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from liger_kernel._private import backward_id, has_kernel, kernel_of, new_workspaces
-from liger_kernel.ops._core import acc, hold, is_over_tokens, launch_config
+from liger_kernel.ops._core import acc, launch_config
+from liger_kernel.ops._core.invariance import hold, is_over_tokens
 from liger_kernel.ops._core.tl import next_power_of_2
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.grouped_mm import reduced_precision, write_mm

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from liger_kernel import memory
 from liger_kernel._private import apply_of
-from liger_kernel.ops._core import autocast_dtype, once_differentiable, refuse_graphs, rows_of, shaped
+from liger_kernel.ops._core import once_differentiable
+from liger_kernel.ops._core.operator import autocast_dtype, refuse_graphs, rows_of, shaped
 from liger_kernel.ops.projections.adapted import Group, Projection, Projections
 from liger_kernel.ops.projections.weights import Operand, as_dtype
 

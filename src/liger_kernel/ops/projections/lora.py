@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, op
+from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops.activations.glu import check_act, reference as glu_reference
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.linear import linears

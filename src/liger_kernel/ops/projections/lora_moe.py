@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, as_index, checks, nbytes, op, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, op
+from liger_kernel.ops._core.operator import as_index, use_kernels
 from liger_kernel.ops.projections.adapted import Adapter
 from liger_kernel.ops.projections.moe import (
     _GPT_OSS,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, launch, typed_launcher, use_kernels
+from liger_kernel.ops._core import acc, typed_launcher
+from liger_kernel.ops._core.operator import launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
 
 _BLOCK, _ROWS = 128, 32

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import once_differentiable, refuse_graphs, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import once_differentiable
+from liger_kernel.ops._core.operator import refuse_graphs, rows_of, shaped, use_kernels
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.linear import dtypes_of, without_autocast
 from liger_kernel.ops.projections.mxfp4 import MXFP4Experts, mxfp4_experts, rounded_sum_mxfp4

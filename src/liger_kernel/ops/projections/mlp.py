@@ -22,22 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_kernel._private import apply_of
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    autocast_dtype,
-    checks,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    unlike,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core.operator import autocast_dtype, rows_of, shaped, unlike, use_kernels
 from liger_kernel.ops._core.saved import CHECKPOINT, HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops.activations.glu import MAXIMA, Form, check_act, glu_bwd_, glu_fwd, reference as glu_reference
 from liger_kernel.ops.projections.adapted import Group, Projection, Projections, rows_again

@@ -28,24 +28,26 @@ from liger_kernel.ops._core import (
     Cost,
     T,
     acc,
-    as_index,
-    autocast_dtype,
     checks,
-    fields_of,
-    host_can_read,
-    launch,
     launch_config,
     launcher,
     nbytes,
-    on_gpu,
     once_differentiable,
     op,
+    typed_launcher,
+)
+from liger_kernel.ops._core.operator import (
+    as_index,
+    autocast_dtype,
+    host_can_read,
+    launch,
+    on_gpu,
     rows_of,
     tracing,
-    typed_launcher,
     use_kernels,
 )
 from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
+from liger_kernel.ops._core.schema import fields_of
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, check_act
 from liger_kernel.ops.projections import grouped_tma

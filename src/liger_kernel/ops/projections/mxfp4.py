@@ -15,17 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    acc,
-    checks,
-    launch,
-    launch_config,
-    launcher,
-    on_gpu,
-    tracing,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import acc, checks, launch_config, launcher, typed_launcher
+from liger_kernel.ops._core.operator import launch, on_gpu, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.float8_blocks import Float8Blocks

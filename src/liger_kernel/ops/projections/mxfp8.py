@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import acc, launch, use_kernels
+from liger_kernel.ops._core import acc
+from liger_kernel.ops._core.operator import launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, tl
 from liger_kernel.ops.projections.float8 import E4, _quantized, _quantized_t, _size
 

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import checks, launch, typed_launcher, use_kernels
+from liger_kernel.ops._core import checks, typed_launcher
+from liger_kernel.ops._core.operator import launch, use_kernels
 from liger_kernel.ops._core.tl import cdiv, div, jit, next_power_of_2, tl
 from liger_kernel.ops.projections.float8 import E4
 from liger_kernel.ops.projections.mxfp4 import E2M1, codes_of_e2m1, e2m1, small_float

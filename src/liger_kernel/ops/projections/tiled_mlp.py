@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from liger_kernel.ops._core import acc, leaves, once_differentiable, only_pytorch
+from liger_kernel.ops._core import acc, once_differentiable
+from liger_kernel.ops._core.operator import leaves, only_pytorch
 from liger_kernel.ops._core.tl import cdiv
 
 Slot = tuple[nn.Module, str]

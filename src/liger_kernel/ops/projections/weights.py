@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from liger_kernel._private import dispatch_modes
-from liger_kernel.ops._core import add_mm, free_to_write, results_are_kept
+from liger_kernel.ops._core.operator import free_to_write, results_are_kept
+from liger_kernel.ops._core.products import add_mm
 
 
 def add_product(y: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:

@@ -18,18 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T as T_,
-    column_sum,
-    launch,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    typed_launcher,
-)
+from liger_kernel.ops._core import Case, Cost, T as T_, launch_config, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import launch
+from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import CASTING, reference as rms_norm_reference
 from liger_kernel.ops.rotary.rope import (

@@ -26,19 +26,17 @@ from torch import Tensor
 
 from liger_kernel._private import apply_of
 from liger_kernel.ops._core import (
-    KERNEL_DTYPES,
     Case,
     Cost,
     T as T_,
     acc,
-    launch,
     launch_config,
     nbytes,
     once_differentiable,
     op,
     typed_launcher,
-    use_kernels,
 )
+from liger_kernel.ops._core.operator import KERNEL_DTYPES, launch, use_kernels
 from liger_kernel.ops._core.tl import jit, mask_of, next_power_of_2, store_tile, tl
 
 # of Llama and most others; of Cohere, GLM and Llama 4

@@ -23,17 +23,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    acc,
-    as_index,
-    checks,
-    nbytes,
-    once_differentiable,
-    rows_of,
-    scaled,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import acc, checks, nbytes, once_differentiable
+from liger_kernel.ops._core.operator import as_index, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.reduce import scaled
 from liger_kernel.ops._core.tl import jit, log, tl
 
 TINY = 1.1754944e-38  # the smallest normal fp32

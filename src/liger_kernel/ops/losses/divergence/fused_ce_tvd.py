@@ -18,18 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    checks,
-    computed,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    typed_launcher,
-)
+from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import computed, rows_of
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check, reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.by_element import have_kernels

@@ -30,25 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    add_mm,
-    as_index,
-    checks,
-    fields_of,
-    launcher,
-    nbytes,
-    on_gpu,
-    once_differentiable,
-    only_pytorch,
-    op,
-    rows_of,
-    scaled,
-    scaled_rows,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core.operator import as_index, on_gpu, only_pytorch, rows_of
+from liger_kernel.ops._core.products import add_mm
+from liger_kernel.ops._core.reduce import scaled, scaled_rows
+from liger_kernel.ops._core.schema import fields_of
 from liger_kernel.ops.losses.chunks import HeadLoop, Kept, auto_chunk_rows, only_hidden, regathered
 from liger_kernel.ops.losses.cross_entropy import items, targets
 from liger_kernel.ops.losses.cross_entropy_rows import REDUCTIONS, check, reference as cross_entropy_reference

@@ -29,7 +29,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, checks, computed, op, typed_launcher
+from liger_kernel.ops._core import Case, Cost, T, checks, op, typed_launcher
+from liger_kernel.ops._core.operator import computed
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence.by_element import (
     PairFunction,

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, is_invariant, launch, launch_config, op, tracing, typed_launcher
+from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, op, typed_launcher
 from liger_kernel.ops._core.impl import only_ours
+from liger_kernel.ops._core.invariance import is_invariant
+from liger_kernel.ops._core.operator import launch, tracing
 from liger_kernel.ops._core.tl import cdiv, jit, tl
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence.by_element import (

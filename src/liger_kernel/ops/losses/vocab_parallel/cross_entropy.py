@@ -39,23 +39,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    checks,
-    computed,
-    launch,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    rows_of,
-    shaped,
-    tracing,
-    typed_launcher,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, checks, launch_config, nbytes, once_differentiable, op, typed_launcher
+from liger_kernel.ops._core.operator import computed, launch, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, log, tl
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check, transformed, transformed_logits

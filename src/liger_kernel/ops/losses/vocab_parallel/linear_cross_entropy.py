@@ -21,23 +21,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    add_mm,
-    fields_of,
-    launcher,
-    nbytes,
-    on_gpu,
-    once_differentiable,
-    op,
-    rows_of,
-    scaled,
-    tracing,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core.operator import on_gpu, rows_of, tracing, use_kernels
+from liger_kernel.ops._core.products import add_mm
+from liger_kernel.ops._core.reduce import scaled
+from liger_kernel.ops._core.schema import fields_of
 from liger_kernel.ops._core.tl import cdiv
 from liger_kernel.ops.losses.chunks import HeadLoop, auto_chunk_rows, dtype_of_dw, rounded_sums
 from liger_kernel.ops.losses.cross_entropy_rows import check

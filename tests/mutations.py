@@ -77,8 +77,8 @@ MUTATIONS = {
     "lora": Mutation(
         "the gradient through an adapter lacks its scale",
         "ops/projections/adapted.py",
-        "beta=0, alpha=adapter.scale, out=dxa)",
-        "beta=0, out=dxa)",
+        "beta=0, alpha=adapter.scale, out=dxas[n])",
+        "beta=0, out=dxas[n])",
         _OPS,
         "test_as_accurate_as_pytorch and float32 and lora",
     ),

@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+import mutations
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -285,3 +286,10 @@ def test_no_folder_has_more_code_than_its_budget():
         sizes[first if rest else "files"] += facts(module).characters
     assert sizes.keys() == budgets.keys()
     assert not {name: (size, budgets[name]) for name, size in sizes.items() if size > 1000 * budgets[name]}
+
+
+def test_mutations_find_what_they_change():
+    """They run nightly, and follow the source at once."""
+    for m in mutations.MUTATIONS.values():
+        text = (SRC / PACKAGE / m.file).read_text()
+        assert text.count(m.before) == 1 and (ROOT / m.tests).exists(), m

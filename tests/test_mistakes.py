@@ -249,6 +249,7 @@ TABLE = [
         (f"bench step {line}", said)
         for line, said in (
             ("--steps 1 --warmup 1", "must add up to 4"),
+            ("--smoke --model lfm2-1.2b", "--smoke has its own --model: leave one of them out"),
             ("--batch 4,0", "--batch must be at least 1, got 0"),
             ("--batch 4,8 --profile", "need a single --batch"),
             ("--parallel ulysses --against upstream", "upstream has no --parallel ulysses"),

@@ -163,9 +163,13 @@ def parser_of() -> Parser:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    a = parser_of().parse_args(argv)
+    parser = parser_of()
+    a = parser.parse_args(argv)
     if a.smoke:
-        a.model, a.batch, a.seq, a.steps, a.warmup, a.profile = "tiny", "2", 64, 3, 2, True
+        own = dict(model="tiny", batch="2", seq=64, steps=3, warmup=2)
+        if given := [name for name in own if getattr(a, name) != parser.get_default(name)]:
+            raise UserError(f"--smoke has its own --{given[0]}: leave one of them out")
+        vars(a).update(own, profile=True)
     a.batch = numbers("batch", a.batch)
     if Path(a.model).is_dir():
         raise UserError(f"--model {a.model} needs --data FILE: rows of your own")

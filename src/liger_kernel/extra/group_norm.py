@@ -18,19 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    checks,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    typed_launcher,
-)
-from liger_kernel.ops._core.operator import launch, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.schema import SymInt
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, store_tile, tile_at, tl

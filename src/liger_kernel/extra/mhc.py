@@ -27,19 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    checks,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    typed_launcher,
-)
-from liger_kernel.ops._core.operator import launch, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, mask_of, next_power_of_2, rsqrt, store_tile, tl
 

@@ -16,19 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    checks,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    typed_launcher,
-)
-from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 

@@ -36,20 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    checks,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    typed_launcher,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
 from liger_kernel.ops._core.invariance import is_invariant
-from liger_kernel.ops._core.operator import autocast_dtype, launch, tracing, use_kernels
+from liger_kernel.ops._core.operator import autocast_dtype, launch, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 

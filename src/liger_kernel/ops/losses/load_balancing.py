@@ -22,19 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    checks,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    typed_launcher,
-)
-from liger_kernel.ops._core.operator import as_index, launch, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import as_index, launch, once_differentiable, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
 

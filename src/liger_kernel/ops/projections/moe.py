@@ -23,25 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T,
-    acc,
-    checks,
-    launch_config,
-    launcher,
-    nbytes,
-    once_differentiable,
-    op,
-    typed_launcher,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, launcher, nbytes, op, typed_launcher
 from liger_kernel.ops._core.operator import (
     as_index,
     autocast_dtype,
     host_can_read,
     launch,
     on_gpu,
+    once_differentiable,
     rows_of,
     tracing,
     use_kernels,

@@ -25,18 +25,8 @@ import torch
 from torch import Tensor
 
 from liger_kernel._private import apply_of
-from liger_kernel.ops._core import (
-    Case,
-    Cost,
-    T as T_,
-    acc,
-    launch_config,
-    nbytes,
-    once_differentiable,
-    op,
-    typed_launcher,
-)
-from liger_kernel.ops._core.operator import KERNEL_DTYPES, launch, use_kernels
+from liger_kernel.ops._core import Case, Cost, T as T_, acc, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import KERNEL_DTYPES, launch, once_differentiable, use_kernels
 from liger_kernel.ops._core.tl import jit, mask_of, next_power_of_2, store_tile, tl
 
 # of Llama and most others; of Cohere, GLM and Llama 4

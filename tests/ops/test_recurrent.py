@@ -159,6 +159,13 @@ def chunked(q, k, v, g, beta, product=torch.matmul, C: int = 64) -> Tensor:
     return torch.cat(out, 1).transpose(0, 1)[None].to(dtype)
 
 
+def test_places_in_a_tile_have_32_bits():
+    """Rows of a wider stride are copied: of 64 of them, the last is beyond 2^31 elements."""
+    rows = lambda stride: torch.empty_strided((2, 1, 16), (stride, 16, 1), device="meta")
+    near, far = rows(2**25 - 1), rows(2**25)
+    assert delta._dense(near) is near and delta._dense(far).stride() == (16, 16, 1)
+
+
 @LAYERS
 @pytest.mark.parametrize("wrong", [[0, 36], [1, 37], [0, 20, 10, 37]])
 def test_bounds_that_are_none_are_refused_on_a_cpu(layer, args, wrong, monkeypatch):

@@ -15,7 +15,8 @@ seen gate x and up x, the backward copies them first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,22 @@ def mlp_bwd(dy, x, gate, up, down, g, u, need, act, gate_multiplier, down_multip
     return dx, dgate, dup, ddown
 
 
+def _pack(ctx: Any, hooks: Any, saved: Iterable[Tensor | None]) -> None:
+    """Save now for a backward, in a checkpoint: its recomputation ends when it has seen everything that
+    was saved, so before the products that follow, which nobody needs."""
+    ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
+
+
+def _saved(ctx: Any) -> tuple[Sequence[Tensor | None], bool]:
+    """What the forward has saved, and whether another backward may read it."""
+    kept, saved = graph_is_kept(), ctx.saved_tensors  # raises in a second backward after the graph was freed
+    if ctx.packed is not None:
+        saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
+        if not kept:  # free the hooks, because they hold the input of everything that was checkpointed
+            ctx.packed = ctx.unpack = None
+    return saved, kept
+
+
 class LigerMLPFunction(torch.autograd.Function):
     """``apply(x, gate, up or None, down, gate_multiplier=1.0, down_multiplier=1.0, act="silu",
     recompute=False)``."""
@@ -104,9 +121,7 @@ class LigerMLPFunction(torch.autograd.Function):
         need_x = recompute or ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         saved = x if need_x else None, gate, up, down, *(() if recompute else (g, u))
         if hooks is not None and owner == CHECKPOINT:
-            # before the last product: a recomputation ends when it has seen everything that was
-            # saved, and nobody needs its last product
-            ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
+            _pack(ctx, hooks, saved)
         else:
             ctx.save_for_backward(*saved)
         y = output(g, u, down, *ctx.form)
@@ -115,12 +130,7 @@ class LigerMLPFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        kept, saved = graph_is_kept(), ctx.saved_tensors  # raises in a second backward after the graph was freed
-        if ctx.packed is not None:
-            saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
-            if not kept:  # free the hooks, because they hold the input of everything that was checkpointed
-                ctx.packed = ctx.unpack = None
-        x, gate, up, down, *projected = saved
+        (x, gate, up, down, *projected), kept = _saved(ctx)
         shape, need = (*dy.shape[:-1], gate.shape[1]), ctx.needs_input_grad[:4]
         x = None if x is None else rows_of(x)
         # recomputed, if the forward saved none of them
@@ -217,7 +227,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
         tileable = checkpointed and ends and all(map(_tileable, (*inner.projections, down)))
         ctx.tiles = _tiles(x.numel() // max(1, x.shape[-1]), tiles) if tiles > 1 or tileable else []
         if ctx.tiles and checkpointed:
-            ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in (x, *tensors)], hooks[1]
+            _pack(ctx, hooks, (x, *tensors))
         with without_autocast(x.device.type):
             gate_up, last = Projections(inner, x.dtype, thin), Projections(outer, x.dtype, thin)
             # a caller that recomputes keeps x: casts of it need not outlive the forward
@@ -240,10 +250,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
                 h = _activated(projected, ctx.form, down)
                 last.apply_a(h.rows)
                 if checkpointed and down.magnitude is None:
-                    # as in LigerMLPFunction: a recomputation ends here, before the product that
-                    # nobody needs
-                    saved = *of_x, *tensors, *kept, *last.products_of_a()
-                    ctx.packed, ctx.unpack = [t if t is None else hooks[0](t) for t in saved], hooks[1]
+                    _pack(ctx, hooks, (*of_x, *tensors, *kept, *last.products_of_a()))
                 (y,) = last.outputs(h)  # the backward computes h again
                 of_last = last.kept()
             ctx.places = tuple(itertools.accumulate((len(of_x), len(tensors), len(kept))))
@@ -254,12 +261,7 @@ class AdaptedMLPFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        # read first, as PyTorch raises here if the graph was freed
-        kept_graph, saved = graph_is_kept(), ctx.saved_tensors
-        if ctx.packed is not None:
-            saved = [t if t is None else ctx.unpack(t) for t in ctx.packed]
-            if not kept_graph:
-                ctx.packed = ctx.unpack = None
+        saved, kept_graph = _saved(ctx)
         first, second, third = ctx.places
         of_x, tensors, kept, of_last = saved[:first], saved[first:second], list(saved[second:third]), saved[third:]
         rows = ctx.rows_again(of_x)

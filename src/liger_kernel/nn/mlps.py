@@ -35,11 +35,6 @@ __all__ = [
 ]
 
 
-def _activation_of(self: nn.Module) -> str:
-    """For ``extra_repr`` of MLPs: their activation."""
-    return f"act={self.act!r}"
-
-
 def _of(owner: nn.Module, config: Any, *names: str) -> Any:
     """The first of these attributes that ``config`` has and that is not None."""
     for name in names:
@@ -74,10 +69,18 @@ def _silu(owner: nn.Module, config: Any) -> str:
     return _activation(owner, _of(owner, config, "hidden_act"), SILU)
 
 
-class _GatedMLP(nn.Module):
-    def __init__(self, config: Any, act: str, bias: bool, intermediate_size: int | None = None):
+class _WithActivation(nn.Module):
+    def __init__(self, config: Any, act: str):
         super().__init__()
         self.config, self.act = config, act
+
+    def extra_repr(self) -> str:
+        return f"act={self.act!r}"
+
+
+class _GatedMLP(_WithActivation):
+    def __init__(self, config: Any, act: str, bias: bool, intermediate_size: int | None = None):
+        super().__init__(config, act)
         self.hidden_size, self.intermediate_size = (
             _of(self, config, "hidden_size"),
             intermediate_size or _of(self, config, "intermediate_size"),
@@ -85,8 +88,6 @@ class _GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
-
-    extra_repr = _activation_of
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(memory.cheap(glu, self.gate_proj(x), self.up_proj(x), act=self.act))
@@ -143,7 +144,7 @@ class LigerTiledGEGLUMLP(_Tiled, LigerGEGLUMLP):
     recomputes; default: tiles of about hidden_size tokens."""
 
 
-class LigerExperts(nn.Module):
+class LigerExperts(_WithActivation):
     """The experts of a mixture, without its router. The weights are packed as in Transformers.
 
     ``config`` has hidden_size, hidden_act, num_experts (or num_local_experts, n_routed_experts) and
@@ -151,8 +152,7 @@ class LigerExperts(nn.Module):
     """
 
     def __init__(self, config: Any):
-        super().__init__()
-        self.config, self.act = config, _activation(self, _of(self, config, "hidden_act"), SILU | GELU)
+        super().__init__(config, _activation(self, _of(self, config, "hidden_act"), SILU | GELU))
         self.num_experts, self.hidden_dim = (
             _of(self, config, "num_experts", "num_local_experts", "n_routed_experts"),
             _of(self, config, "hidden_size"),
@@ -162,8 +162,6 @@ class LigerExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
         for p in self.parameters():
             nn.init.normal_(p, std=getattr(config, "initializer_range", 0.02))
-
-    extra_repr = _activation_of
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states (..., H); top_k_index and top_k_weights (..., K) for the same tokens.
@@ -226,18 +224,15 @@ class LigerFalconH1MLP(LigerMLP):
         self.gate_multiplier, self.down_multiplier = map(float, _of(self, config, "mlp_multipliers"))
 
 
-class LigerBlockSparseTop2MLP(nn.Module):
+class LigerBlockSparseTop2MLP(_WithActivation):
     """An expert of Mixtral: ``w2(silu(w1(x)) * w3(x))``."""
 
     def __init__(self, config: Any):
-        super().__init__()
-        self.config, self.act = config, _silu(self, config)
+        super().__init__(config, _silu(self, config))
         self.ffn_dim, self.hidden_dim = _of(self, config, "intermediate_size"), _of(self, config, "hidden_size")
         self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
         self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
         self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
-
-    extra_repr = _activation_of
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(memory.cheap(glu, self.w1(x), self.w3(x), act=self.act))
@@ -261,18 +256,15 @@ class LigerGEGLUMLPForGemma4(_GatedMLP):
         )
 
 
-class LigerPhi3SwiGLUMLP(nn.Module):
+class LigerPhi3SwiGLUMLP(_WithActivation):
     """``down(silu(gate) * up)`` with gate and up from one projection, which are read without a
     copy."""
 
     def __init__(self, config: Any):
-        super().__init__()
-        self.config, self.act = config, _silu(self, config)
+        super().__init__(config, _silu(self, config))
         hidden_size, intermediate_size = _of(self, config, "hidden_size"), _of(self, config, "intermediate_size")
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-
-    extra_repr = _activation_of
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.down_proj(memory.cheap(glu, self.gate_up_proj(hidden_states), act=self.act))

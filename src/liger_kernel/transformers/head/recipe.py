@@ -25,19 +25,23 @@ IGNORE = -100
 class LossOptions:
     """The options of a cross entropy, with the names and defaults of the operators."""
 
+    # of the call of ``F.cross_entropy``
+    class_weight: Tensor | None = None
     ignore_index: int = IGNORE
     reduction: str = "mean"
-    class_weight: Tensor | None = None
     label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    # what the model does to its logits before that
     logit_scale: float = 1.0
     softcap: float | None = None
+    # what the caller of the model wants
     token_scaling: bool = False
+    z_loss: float = 0.0
     stats: bool = False
-    num_items: Tensor | None = None
-    compact: bool | Kept = False
     accum_dtype: torch.dtype | None = None
     fp8: str | None = None  # a recipe, where the loss computes the head's products
+    # what was known when the forward began
+    num_items: Tensor | None = None
+    compact: bool | Kept = False
 
     def but(self, **changes: Any) -> LossOptions:
         """Return the same options with these fields changed."""

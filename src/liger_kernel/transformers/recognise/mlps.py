@@ -338,26 +338,26 @@ class MLP(Variant):
 
 
 # Names of projections and activation as Transformers has them. The first that fits is used
-GLU_NAMES = [
-    ("gate_proj", "up_proj", "down_proj", "act_fn"),
-    ("gate_proj", "up_proj", "down_proj", "activation_fn"),
-    ("gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),
-    ("gate_up_proj", "gate_up_proj", "down_proj", "act_fn"),
-    ("gate_up_proj", "gate_up_proj", "down_proj", "F.silu"),
-    ("input_linear", "input_linear", "output_linear", "activation"),
-    ("weights_in", "weights_in", "weights_out", "F.silu"),
-    ("w1", "w3", "w2", "F.silu"),
-    ("w1", "w3", "w2", "act_fn"),
-    ("w1", "w2", "w3", "act_fn"),
-    ("wi_0", "wi_1", "wo", "act"),
-    ("Wi", "Wi", "Wo", "act"),
-    ("gate_proj", "up_proj", "down_proj", "F.silu"),
-]
-MLP_NAMES = [
-    ("up_proj", "down_proj", "act_fn"),
-    ("fc1", "fc2", "activation_fn"),
-    ("c_fc", "c_proj", "act"),
-    ("dense_h_to_4h", "dense_4h_to_h", "act"),
-]
-GLUS = [GLU(*names, form) for names in GLU_NAMES for form in GLU_FORMS]
-MLPS = [MLP(*names) for names in MLP_NAMES]
+GLU_NAMES = """
+    gate_proj up_proj down_proj act_fn
+    gate_proj up_proj down_proj activation_fn
+    gate_up_proj gate_up_proj down_proj activation_fn
+    gate_up_proj gate_up_proj down_proj act_fn
+    gate_up_proj gate_up_proj down_proj F.silu
+    input_linear input_linear output_linear activation
+    weights_in weights_in weights_out F.silu
+    w1 w3 w2 F.silu
+    w1 w3 w2 act_fn
+    w1 w2 w3 act_fn
+    wi_0 wi_1 wo act
+    Wi Wi Wo act
+    gate_proj up_proj down_proj F.silu
+"""
+MLP_NAMES = """
+    up_proj down_proj act_fn
+    fc1 fc2 activation_fn
+    c_fc c_proj act
+    dense_h_to_4h dense_4h_to_h act
+"""
+GLUS = [GLU(*names.split(), form) for names in GLU_NAMES.strip().splitlines() for form in GLU_FORMS]
+MLPS = [MLP(*names.split()) for names in MLP_NAMES.strip().splitlines()]

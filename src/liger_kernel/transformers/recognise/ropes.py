@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -166,12 +167,21 @@ class RopeAlone(_OfTables):
 
 
 @dataclass(frozen=True)
-class RopeOfSections(Variant):
-    """Queries and keys with angles from several tables, one for each section of the columns."""
+class _OfForm(Variant):
+    """A rope whose function has parameters, or inputs, that no other rope has."""
 
     kind, tables = "rope", 2
+    form: ClassVar[str]
     casting: str
-    form: str = "sections"
+
+    def words(self) -> tuple[str, ...]:
+        return self.casting, self.form
+
+
+class RopeOfSections(_OfForm):
+    """Queries and keys with angles from several tables, one for each section of the columns."""
+
+    form = "sections"
 
     def __call__(self, stock: Callable) -> Callable:
         casting = self.casting
@@ -191,13 +201,10 @@ class RopeOfSections(Variant):
             yield {"unsqueeze_dim": unsqueeze_dim, "mrope_section": [2, 3, 3]}, (q, k, angle.cos(), angle.sin())
 
 
-@dataclass(frozen=True)
-class FlatRope(Variant):
+class FlatRope(_OfForm):
     """Queries and keys with all tokens of a batch in one dimension."""
 
-    kind, tables = "rope", 2
-    casting: str
-    form: str = "flat"
+    form = "flat"
 
     def __call__(self, stock: Callable) -> Callable:
         casting = self.casting

@@ -52,7 +52,7 @@ from liger_kernel.parallel import Parallel, VocabularyParallel, by_sharding, cal
 from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, projections_report, restore
 from liger_kernel.transformers.head import loss as head_loss
-from liger_kernel.transformers.recognise import experts as experts_module, mlps, projections as recognised
+from liger_kernel.transformers.recognise import experts as experts_module, mlps, projections as recognised, storages
 
 memory.SMALL = 0  # tensors of tests are small
 RANKS = int(os.environ.get("LIGER_TEST_RANKS", 2))
@@ -1083,7 +1083,7 @@ def fp8_of_torchao_gathered_in_fp8() -> None:
 
     # a value that lies on the border between two numbers of FP8 may fall to either side, which
     # moved a gradient by 8e-5 of the largest
-    with counted(recognised, "float8_gathered") as multiplied:
+    with counted(storages, "float8_gathered") as multiplied:
         theirs = learnt(False)
         assert_same_learning(learnt(True), theirs, 1e-3)
         assert_same_learning(learnt(True, checkpointing=True), theirs, 1e-3)

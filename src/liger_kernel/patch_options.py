@@ -46,16 +46,24 @@ def _request(variant: str, help: str) -> Any:
     return _switch(False, help, check=_true_or_false, variants={variant: True})
 
 
-def _level(name: str, value: Any) -> str:
-    from liger_kernel.memory import level_of
+LEVELS = ("off", "cheap", "mlp")  # "mlp": besides, the projections before a gated activation are multiplied again
 
-    return level_of(value)
+
+def level_of(value: bool | str | None) -> str:
+    """Return the level of a flag: True is "cheap", False and None are "off". Raises
+    ``ValueError`` for an unknown level."""
+    level = "cheap" if value is True else "off" if value is False or value is None else value
+    if level not in LEVELS:
+        raise ValueError(f"rematerialise: must be True, False or one of {LEVELS}, got {value!r}")
+    return level
 
 
 def _tiles(name: str, value: Any) -> bool | int:
-    from liger_kernel.ops.projections.tiled_mlp import tiles_of
-
-    return tiles_of(value)
+    if value is None or value is False or value is True:
+        return bool(value)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: must be True, False or a number of tiles from 1 on, got {value!r}")
+    return value
 
 
 def _memory_of_head(name: str, value: Any) -> str | int:
@@ -113,9 +121,9 @@ class PatchOptions:
         True,
         "what the backward computes again: cheap: norms and gated activations (default); mlp: gate and up, too; off: "
         "nothing",
-        check=_level,
+        check=lambda name, value: level_of(value),
         option="str",
-        choices=("off", "cheap", "mlp"),
+        choices=LEVELS,
         variants={"off": "off", "mlp": "mlp"},
     )
     fused_logprobs: bool = _switch(

@@ -18,8 +18,8 @@ from liger_kernel.nn import LigerGEGLUMLP, LigerSwiGLUMLP, LigerTiledGEGLUMLP, L
 from liger_kernel.ops import LigerTiledMLPFunction, apply_tiled_mlp
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.mlp import adapted_mlp
-from liger_kernel.ops.projections.tiled_mlp import tiles_of
 from liger_kernel.ops.projections.weights import Dequantized, dense
+from liger_kernel.patch_options import PatchOptions
 from liger_kernel.testing import assert_as_accurate, assert_same_bits
 
 CONFIG = SimpleNamespace(hidden_size=32, intermediate_size=64, hidden_act="silu")
@@ -307,5 +307,5 @@ def test_a_node_in_tiles_gives_gradients_again():
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", (2,)])
 def test_bad_numbers_of_tiles(value):
     with pytest.raises(ValueError, match="tiled_mlp: must be True, False or a number of tiles from 1 on, got"):
-        tiles_of(value)
-    assert tiles_of(None) is False and tiles_of(True) is True and tiles_of(7) == 7
+        PatchOptions(tiled_mlp=value)
+    assert [PatchOptions(tiled_mlp=value).tiled_mlp for value in (None, True, 7)] == [False, True, 7]

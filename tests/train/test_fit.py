@@ -29,7 +29,7 @@ from liger_kernel.memory import offload as offloading
 from liger_kernel.model_sizes import MODELS, config_of
 from liger_kernel.train import fit, loop, ranks, simulated
 from liger_kernel.train.config import TrainConfig, from_flags
-from liger_kernel.transformers.rewrite import rules
+from liger_kernel.transformers.rewrite import joined_steps
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "benchmarks" / "data", ROOT / "docs" / "guides" / "fit.md"
@@ -441,10 +441,10 @@ def test_what_patched_models_ask_once_is_asked_by_no_simulation(monkeypatch):
     stock = lambda positions: None
     with monkeypatch.context() as fresh:
         fresh.setattr(masking_utils, "find_packed_sequence_indices", stock)
-        rules.answer_by_documents.cache_clear()
+        joined_steps.answer_by_documents.cache_clear()
         simulated.simulated(llama(1), RUN, "bf16")
         assert masking_utils.find_packed_sequence_indices.__wrapped__ is stock
-    rules.answer_by_documents.cache_clear()
+    joined_steps.answer_by_documents.cache_clear()
 
 
 @pytest.mark.parametrize("room", [50, 1000, 999_999])

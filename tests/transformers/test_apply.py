@@ -183,8 +183,8 @@ def test_a_step_of_generation_runs_stock_modules(monkeypatch, rows, grad, ours):
         ("recognise.ropes", "rope"),
         ("recognise.mlps", "glu"),
         ("recognise.mlps", "mlp"),
-        ("rewrite.rules", "apply_of"),
-        ("rewrite.rules", "qk_norm_rope"),
+        ("rewrite.joined_steps", "apply_of"),
+        ("rewrite.joined_steps", "qk_norm_rope"),
     ):
         place = sys.modules[f"liger_kernel.transformers.{module}"]
         noted(monkeypatch, place, name, lambda *_, name=name, **__: name, ran)

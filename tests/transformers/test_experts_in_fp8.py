@@ -23,7 +23,7 @@ from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import float8
 from liger_kernel.transformers import projections_report, quantize_base, restore
 from liger_kernel.transformers.recognise import experts
-from liger_kernel.transformers.recognise.projections import Fallback
+from liger_kernel.transformers.recognise.storages import Fallback
 
 needs_kernels = pytest.mark.skipif(
     not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"

@@ -35,7 +35,7 @@ from liger_kernel.ops._core import operator as _op
 from liger_kernel.patch_options import HEADS
 from liger_kernel.testing import assert_as_accurate
 from liger_kernel.transformers import class_patches, instance_patches, restore, table
-from liger_kernel.transformers.patching import flags, patches as patching
+from liger_kernel.transformers.patching import patches as patching
 from liger_kernel.transformers.patching.apply import MODEL_TYPE_TO_APPLY_LIGER_FN
 from liger_kernel.transformers.patching.patches import _STOCK, is_ours
 from liger_kernel.transformers.recognise import activations, families, slots
@@ -306,7 +306,7 @@ WITH_EXPERTS = {
 
 def test_experts_are_replaced_by_default():
     """In every family in which they can be."""
-    assert WITH_EXPERTS and [t for t, row in WITH_EXPERTS.items() if not flags.flags_of(t)[row.glu]] == []
+    assert WITH_EXPERTS and [t for t, row in WITH_EXPERTS.items() if not families.flags_of(t)[row.glu]] == []
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_classes_get_the_rope_of_their_parts(family):
         assert_same_learning(step(model, batch)[1], expected, TOLERANCE)
 
 
-PUBLISHED = [*flags._PUBLISHED, *flags._HANDING_ON]
+PUBLISHED = [*families._PUBLISHED, *families._HANDING_ON]
 
 
 @pytest.mark.skipif(transformers.__version__ != families.VERSION, reason="other versions have other families")
@@ -461,7 +461,7 @@ def test_flags_are_strict():
     patching.WARNED.clear()
     for family, flag, said in asked:
         apply = MODEL_TYPE_TO_APPLY_LIGER_FN[family]
-        rest = dict.fromkeys((f for f in flags.flags_of(family) if f != flag), False)
+        rest = dict.fromkeys((f for f in families.flags_of(family) if f != flag), False)
         for first in (True, False):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

@@ -19,7 +19,7 @@ from watching import noted
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import mxfp4
 from liger_kernel.transformers import projections_report, restore
-from liger_kernel.transformers.recognise import experts, projections
+from liger_kernel.transformers.recognise import experts, projections, storages
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
 ONLY_ATTENTION = EVERY[:4]
@@ -129,7 +129,7 @@ def test_products_are_chosen(monkeypatch):
     layer.weight_scale_inv.data.fill_(1)
     said = lambda dtype=torch.bfloat16: projections.projection(layer, dtype).weight.products
     assert said() == "decoded for each product" or DEVICE == "cuda"
-    monkeypatch.setattr(projections, "multiplies", lambda device: True)
+    monkeypatch.setattr(storages, "multiplies", lambda device: True)
     assert said(torch.float16) == "decoded for each product"
     for how, words in (("forward", "FP8, in the backward decoded"), ("decoded", "each product"), ("fp8", "in FP8")):
         monkeypatch.setenv("LIGER_FP8_BLOCKS", how)
@@ -149,7 +149,7 @@ def test_products_are_chosen(monkeypatch):
 
 
 def test_scales_are_read_at_each_call(monkeypatch):
-    monkeypatch.setattr(projections, "multiplies", lambda device: True)
+    monkeypatch.setattr(storages, "multiplies", lambda device: True)
     lora = over_storage(
         nn.Sequential(fp8.FP8Linear(256, 128, block_size=(128, 128))), target_modules=["0"]
     ).base_model.model[0]

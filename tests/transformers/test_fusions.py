@@ -25,7 +25,7 @@ from liger_kernel.ops._core import operator as _op
 from liger_kernel.transformers import class_patches, instance_patches, restore
 from liger_kernel.transformers.patching.patches import core, is_patched, within
 from liger_kernel.transformers.recognise import slots
-from liger_kernel.transformers.rewrite import rules
+from liger_kernel.transformers.rewrite import joined_steps, rules
 
 needs_kernels = pytest.mark.skipif(
     not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call"
@@ -36,13 +36,13 @@ RMS_NORM = slots.VARIANTS["rms_norm(0, llama, eps)"](nn.RMSNorm.forward)
 @pytest.fixture
 def calls(monkeypatch) -> list[bool]:
     """Calls of the operator that adds and norms; whether there was a residual."""
-    return noted(monkeypatch, rules, "apply_of", lambda _, args: args[1] is not None)
+    return noted(monkeypatch, joined_steps, "apply_of", lambda _, args: args[1] is not None)
 
 
 @pytest.fixture
 def turns(monkeypatch) -> list[dict]:
     """Calls of the operator that norms and turns."""
-    return noted(monkeypatch, rules, "qk_norm_rope", lambda *_, **options: options)
+    return noted(monkeypatch, joined_steps, "qk_norm_rope", lambda *_, **options: options)
 
 
 class Norm(nn.Module):
@@ -191,18 +191,18 @@ def test_norms_that_are_more_are_called(calls, change):
 def test_what_does_not_fit_is_added_as_it_was(calls):
     layer, x = Layer().to(DEVICE), torch.randn(2, 3, 8, device=DEVICE)
     for a, b in ((x, torch.ones(8, device=DEVICE)), (x, x.double()), (x, 1.0), (x.double(), x)):
-        s, y = rules.add_norm(layer.first_norm, a, b)
+        s, y = joined_steps.add_norm(layer.first_norm, a, b)
         torch.testing.assert_close(s, a + b)
         torch.testing.assert_close(y, layer.first_norm(a + b))
     with pytest.raises((ValueError, RuntimeError, TypeError)):
-        rules.add_norm(layer.first_norm, x.bool())
+        joined_steps.add_norm(layer.first_norm, x.bool())
     assert not calls
 
 
 @needs_kernels
 def test_a_residual_that_is_changed_raises_as_in_stock():
     norm, x = Norm().to(DEVICE), torch.randn(3, 8, device=DEVICE, requires_grad=True)
-    s, y = rules.add_norm(norm, x * 1)
+    s, y = joined_steps.add_norm(norm, x * 1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|is being modified inplace"):
         s.mul_(2)
         y.sum().backward()
@@ -345,14 +345,14 @@ def test_few_frames_lie_between_the_model_and_a_kernel(monkeypatch):
 
 @needs_kernels
 def test_nothing_is_kept_by_the_graph(monkeypatch):
-    found, stock = [], rules.apply_of
+    found, stock = [], joined_steps.apply_of
 
     def applied(*args):
-        y, s = stock(rules.LigerFusedAddRMSNormFunction, args)(*args)
+        y, s = stock(joined_steps.LigerFusedAddRMSNormFunction, args)(*args)
         found.append(weakref.ref(y.grad_fn))
         return y, s
 
-    monkeypatch.setattr(rules, "apply_of", lambda *_: applied)
+    monkeypatch.setattr(joined_steps, "apply_of", lambda *_: applied)
     with served_by_kernels_or_references():
         interpreted()
         model = make("llama", num_hidden_layers=1)

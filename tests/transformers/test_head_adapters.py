@@ -22,7 +22,7 @@ from liger_kernel.transformers.head import loss as head_loss
 from liger_kernel.transformers.head.head_weights import held
 from liger_kernel.transformers.head.recipe import LossRequest
 from liger_kernel.transformers.head.stand_in import deferred
-from liger_kernel.transformers.recognise.projections import Fallback
+from liger_kernel.transformers.recognise.storages import Fallback
 
 V = 263  # beside the hidden sizes of tiny models the largest of all
 

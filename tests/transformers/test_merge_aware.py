@@ -15,8 +15,8 @@ from test_mxfp4_experts import BOTH, NAMES, published, twins  # noqa: F401
 from liger_kernel.ops.projections.merge_aware import merged
 from liger_kernel.transformers import merge_aware, projections_report
 from liger_kernel.transformers.recognise.experts import adapters_of, is_wrapper, stored
-from liger_kernel.transformers.recognise.packed_layers import compressed_weight
 from liger_kernel.transformers.recognise.projections import adapted_layer
+from liger_kernel.transformers.recognise.storages import compressed_weight
 
 
 def packed(kind: str) -> nn.Module:

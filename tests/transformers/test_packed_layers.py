@@ -19,7 +19,7 @@ from liger_kernel.train import adapters
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.transformers import projections_report, restore
 from liger_kernel.transformers.recognise import projections
-from liger_kernel.transformers.recognise.packed_layers import is_compressed
+from liger_kernel.transformers.recognise.storages import is_compressed
 
 pytestmark = pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
 

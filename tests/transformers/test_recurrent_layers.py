@@ -13,8 +13,8 @@ from transformers import CONFIG_MAPPING
 from watching import noted
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, restore
-from liger_kernel.transformers.patching.flags import options_of
 from liger_kernel.transformers.patching.report import patches_report
+from liger_kernel.transformers.recognise.families import options_of
 
 pytestmark = pytest.mark.usefixtures("models_by_references")
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import liger_kernel
 import liger_kernel.transformers as liger
-from liger_kernel.transformers import trl_logits
+from liger_kernel.transformers import trl_head
 from liger_kernel.transformers.head.recipe import DeferredLogits
 
 V, GKD = 48, "trl.experimental.gkd.gkd_trainer"
@@ -221,7 +221,7 @@ def test_who_gets_recipes(trl):
 @pytest.mark.parametrize("unused, static", [(False, False), (True, False), (False, True)])
 def test_ddp_that_follows_the_graph_gets_logits(trl, unused, static):
     ddp = types.SimpleNamespace(find_unused_parameters=unused, static_graph=static)
-    assert trl_logits._keeps_weights(trl.ORPOTrainer(None, kind="MULTI_GPU"), ddp) is not (unused or static)
+    assert trl_head._keeps_weights(trl.ORPOTrainer(None, kind="MULTI_GPU"), ddp) is not (unused or static)
 
 
 def test_functions_with_other_parameters_stay(trl):

@@ -128,7 +128,7 @@ def patched(model: Any, side: Side) -> Iterator[None]:
         yield
         return
     from liger_kernel.transformers import _apply_liger_kernel_to_instance, restore
-    from liger_kernel.transformers.patching.flags import flags_of
+    from liger_kernel.transformers.recognise.families import flags_of
 
     kind = model.config.model_type
     if unknown := side.flags.keys() - flags_of(kind):

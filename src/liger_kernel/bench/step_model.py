@@ -51,7 +51,7 @@ def _patch(model: Any, spec: dict[str, Any]) -> None:
         raise ImportError(f"liger_kernel was found in {found}, not in {spec['package']}")
     flags = spec["flags"] | ({"fp8": spec["fp8"]} if spec["fp8"] else {})
     if flags:  # only for ours, which ignores an unknown flag with a warning
-        from liger_kernel.transformers.patching.flags import flags_of
+        from liger_kernel.transformers.recognise.families import flags_of
 
         kind = model.config.model_type
         if unknown := flags.keys() - flags_of(kind):

@@ -129,7 +129,7 @@ def _rope() -> None:
 def _of_transformers(stock: Any) -> Any:
     def create(self: Any) -> Any:
         from liger_kernel.transformers import _apply_liger_kernel
-        from liger_kernel.transformers.patching.flags import flags_of
+        from liger_kernel.transformers.recognise.families import flags_of
 
         kind = self.config.get_text_config().model_type
         if "rope" in (known := flags_of(kind)):

@@ -39,6 +39,7 @@ from liger_kernel.memory.keep_attention import (
     keeping_attention as keeping_attention,
 )
 from liger_kernel.memory.offload import PLAIN, VIEWS, hooks_allowed, top_hooks
+from liger_kernel.patch_options import LEVELS as LEVELS, level_of as level_of
 
 __all__ = [
     "LEVELS",
@@ -58,7 +59,6 @@ __all__ = [
     "recomputing",
     "rematerialised",
 ]
-LEVELS = ("off", "cheap", "mlp")  # "mlp": besides, the projections before a gated activation are multiplied again
 # bytes up to which level "cheap" keeps a value: where layers are that quick, the GPU waits for the
 # host, and hooks cost its time
 SMALL = 16 * 2**20
@@ -70,15 +70,6 @@ class _Local(threading.local):
 
 
 _local = _Local()
-
-
-def level_of(value: bool | str | None) -> str:
-    """Return the level of a flag: True is "cheap", False and None are "off". Raises
-    ``ValueError`` for an unknown level."""
-    level = "cheap" if value is True else "off" if value is False or value is None else value
-    if level not in LEVELS:
-        raise ValueError(f"rematerialise: must be True, False or one of {LEVELS}, got {value!r}")
-    return level
 
 
 class _Recipe:

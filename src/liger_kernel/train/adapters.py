@@ -118,7 +118,7 @@ def unchanging(model: Any) -> Any:
 def adapted(model: Any, config: TrainConfig) -> Any:
     """Return ``model`` with adapters in fp32, in which only these are trained. The same seed
     gives the same adapters, however the model was made."""
-    from liger_kernel.transformers.recognise.projections import in_blocks
+    from liger_kernel.transformers.recognise.storages import in_blocks
 
     peft = _peft()
     _keep_packed(model)
@@ -146,7 +146,7 @@ def restored(model: Any, folder: str) -> Any:
 
 def _keep_packed(model: Any) -> None:
     """Let PEFT wrap layers of compressed-tensors, which have no weight that it finds."""
-    from liger_kernel.transformers.recognise.packed_layers import keep_packed
+    from liger_kernel.transformers.recognise.storages import keep_packed
 
     if reason := keep_packed(model):
         raise UserError(f"lora: PEFT cannot adapt this model as it is stored: {reason}")

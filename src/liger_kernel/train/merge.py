@@ -141,7 +141,8 @@ def round_sums(model: Any, files: Any) -> None:
 
     from liger_kernel.ops.projections.merge_aware import merged
     from liger_kernel.transformers.recognise.experts import adapters_of, experts_of, is_wrapper
-    from liger_kernel.transformers.recognise.projections import Fallback, adapted_layer
+    from liger_kernel.transformers.recognise.projections import adapted_layer
+    from liger_kernel.transformers.recognise.storages import Fallback
 
     tuner: Any = BaseTunerLayer
     for name, m in model.named_modules():

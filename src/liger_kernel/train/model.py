@@ -310,7 +310,7 @@ def small_llama(config: TrainConfig, tokenizer: Any) -> Any:
 def flags_for(config: TrainConfig, model_type: str) -> dict[str, Any]:
     """The kernel flags of a run with models of this type. Eager attention that a run names is
     Transformers', also where a family's is replaced by default."""
-    from liger_kernel.transformers.patching.flags import flags_of
+    from liger_kernel.transformers.recognise.families import flags_of
 
     stock = config.attention == "eager" and "attention" in flags_of(model_type)
     return config.kernel_flags | ({"attention": False} if stock else {})
@@ -320,8 +320,7 @@ def patch(model: Any, flags: dict[str, Any]) -> None:
     """Patch this one model. Raises ``UserError`` if its family does not have a flag; an unknown
     family stays stock, or trains in FP8 without our kernels."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance, train_in_fp8
-    from liger_kernel.transformers.patching.flags import flags_of
-    from liger_kernel.transformers.recognise.families import family
+    from liger_kernel.transformers.recognise.families import family, flags_of
 
     model_type = model.config.model_type
     with mistaken("", ValueError):

@@ -65,8 +65,8 @@ from liger_kernel.train.adapters import adapted
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.model import flags_for, mesh_of, options_of, patch, quantize_fp8, recompute, split
 from liger_kernel.train.stored import method_of
-from liger_kernel.transformers.recognise import projections
-from liger_kernel.transformers.rewrite import rules
+from liger_kernel.transformers.recognise import projections, storages
+from liger_kernel.transformers.rewrite import joined_steps
 
 # PyTorch's allocator hands out multiples of so many bytes
 GRANULE = 512
@@ -488,7 +488,7 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
     import transformers.masking_utils as masks
 
     # once for the process: done by a forward below, it would end with this context
-    rules.answer_by_documents()
+    joined_steps.answer_by_documents()
     plain, meter = (*offloading.PLAIN, FakeTensor), _Meter()
     with contextlib.ExitStack() as stack:
         for where, name, value in (
@@ -503,7 +503,7 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
             (torch.UntypedStorage, "resize_", meter.resizing(torch.UntypedStorage.resize_)),
             # it would read the values of positions
             (masks, "find_packed_sequence_indices", lambda *args, **kwargs: None),
-            (projections, "STORAGES", [_read, *projections.STORAGES]),
+            (storages, "STORAGES", [_read, *storages.STORAGES]),
             (ulysses, "_attention_of", heads_of),
         ):
             stack.enter_context(mock.patch.object(where, name, value))

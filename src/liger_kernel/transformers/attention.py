@@ -10,7 +10,7 @@ The mask of packed rows is a ``LazyMask``: a layer that runs the kernel does not
 
 Transformers looks in the positions of every batch without a mask whether there are several
 documents in a row, and the host waits for the answer until the GPU has done all work before.
-``rewrite/rules.py`` gives a model's own masks the answer if its call knows it. Nobody else
+``rewrite/joined_steps.py`` gives a model's own masks the answer if its call knows it. Nobody else
 gets that answer: not another model that a hook or a loss calls, nor the same model with other
 positions.
 
@@ -27,7 +27,6 @@ import ast
 import functools
 import inspect
 import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -167,13 +166,13 @@ def _by_interface(source: str) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in source and '"sdpa"' not in source
 
 
-@functools.cache
-def _masks_by_arguments(module: types.ModuleType) -> bool:
+@torch.compiler.assume_constant_result
+def _masks_by_arguments(module: str) -> bool:
     """Whether the models of a Python module use Transformers' attention interface, and mask only
     by causality, a window and their arguments."""
     try:
-        source = inspect.getsource(module)
-    except (OSError, TypeError):  # not from a file
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):  # not from a file
         return False
     nodes = list(ast.walk(ast.parse(source)))
     names = {n.id for n in nodes if isinstance(n, ast.Name)}
@@ -192,27 +191,19 @@ _WHOLE = {"full_attention", "attention", "linear_attention", "mamba", "conv", "h
 _SAYS = {"attention_mask", "position_ids", "past_key_values", "cache", "cache_position"}
 
 
-def unmasked(forward: Callable) -> Callable:
-    """Wrap the ``forward`` of a model with a head, so that it omits masks inside
-    ``torch.compile`` as in eager mode."""
-    module, names = sys.modules.get(forward.__module__), list(inspect.signature(forward).parameters)
-    if module is None or not _masks_by_arguments(module):
-        return forward
-
-    @functools.wraps(forward)
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        config = getattr(self, "config", None)
-        if not (torch.compiler.is_compiling() and needs_no_mask(config, dict(zip(names[1:], args)) | kwargs)):
-            return forward(self, *args, **kwargs)
-        # while it is traced: who runs sees "sdpa". The property, as PyTorch 2.11 does not see
-        # through it
-        config._attn_implementation = CAUSAL
-        try:
-            return forward(self, *args, **kwargs)
-        finally:
-            config._attn_implementation = "sdpa"
-
-    return called
+def unmasked(forward: Callable, names: list[str], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``forward(model, ...)`` of a model with a head, traced by a compiler: without the mask that
+    eager mode omits. ``names``: of ``args``."""
+    config = getattr(model, "config", None)
+    if not goes_without_mask(forward, config, dict(zip(names, args)) | kwargs):
+        return forward(model, *args, **kwargs)
+    # while it is traced: who runs sees "sdpa". The property, as PyTorch 2.11 does not see
+    # through it
+    config._attn_implementation = CAUSAL
+    try:
+        return forward(model, *args, **kwargs)
+    finally:
+        config._attn_implementation = "sdpa"
 
 
 def needs_no_mask(config: Any, given: Mapping[str, Any]) -> bool:
@@ -229,8 +220,7 @@ def needs_no_mask(config: Any, given: Mapping[str, Any]) -> bool:
 
 def goes_without_mask(forward: Callable, config: Any, given: Mapping[str, Any]) -> bool:
     """Whether ``CAUSAL`` may be the attention of the model with this ``forward`` for such a batch."""
-    module = sys.modules.get(forward.__module__)
-    return module is not None and _masks_by_arguments(module) and needs_no_mask(config, given)
+    return _masks_by_arguments(forward.__module__) and needs_no_mask(config, given)
 
 
 AttentionInterface.register(NAME, attention)

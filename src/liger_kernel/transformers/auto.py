@@ -21,8 +21,7 @@ from transformers.utils import find_adapter_config_file, is_peft_available
 from liger_kernel.nearest import nearest
 from liger_kernel.patch_options import SWITCHES
 from liger_kernel.transformers.patching.apply import _apply_liger_kernel, _float8, apply_rest
-from liger_kernel.transformers.patching.flags import flags_of
-from liger_kernel.transformers.recognise.families import family
+from liger_kernel.transformers.recognise.families import family, flags_of
 
 _HUB = ["cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"]
 _HUB += ["trust_remote_code"]

@@ -35,7 +35,7 @@ from liger_kernel.transformers.quantize import (
     not_plain,
     owners_of_heads,
 )
-from liger_kernel.transformers.recognise.projections import is_dense
+from liger_kernel.transformers.recognise.storages import is_dense
 
 # values of a weight below which its three products gain less than the casts, and the host, take
 # (MEASURED.md)

@@ -18,15 +18,8 @@ from liger_kernel.ops.projections.adapted import Projection
 from liger_kernel.ops.projections.merge_aware import merged_linear
 from liger_kernel.ops.projections.weights import ByItsModule
 from liger_kernel.transformers.recognise.experts import MERGE_AWARE, adapted_experts, experts_of, input_of, is_wrapper
-from liger_kernel.transformers.recognise.packed_layers import packed_tensor
-from liger_kernel.transformers.recognise.projections import (
-    Fallback,
-    adapted_layer,
-    in_blocks,
-    is_adapted,
-    product_dtype,
-    with_base,
-)
+from liger_kernel.transformers.recognise.projections import adapted_layer, is_adapted, product_dtype, with_base
+from liger_kernel.transformers.recognise.storages import Fallback, in_blocks, packed_tensor
 
 ROUNDED = ", its adapters merged and rounded"  # of a layer, in a report
 

@@ -32,11 +32,10 @@ from liger_kernel.transformers.head.recipe import IGNORE
 from liger_kernel.transformers.head.stand_in import outliving
 from liger_kernel.transformers.patching import unpad
 from liger_kernel.transformers.patching.bounds import gives_bounds
-from liger_kernel.transformers.patching.other_classes import stock_class
-from liger_kernel.transformers.patching.patches import warn_once
+from liger_kernel.transformers.patching.patches import stock_class, warn_once
 from liger_kernel.transformers.patching.unpad import PackedMask, Packing
 from liger_kernel.transformers.prefix_attention import Branches, Span, prefix_attention
-from liger_kernel.transformers.trl_logits import both, is_unread
+from liger_kernel.transformers.trl_head import both, is_unread
 
 _ROWS = 4096  # of the batch, whose gradients are in fp32 at a time
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from liger_kernel.nn.float8 import RECIPES, LigerFloat8Experts, LigerFloat8Linear, parametrization, store_experts
 from liger_kernel.ops.projections.float8 import lacking
 from liger_kernel.transformers.recognise.experts import DOWN, GATE_UP
-from liger_kernel.transformers.recognise.projections import is_dense
+from liger_kernel.transformers.recognise.storages import is_dense
 from liger_kernel.transformers.recognise.variant import plain, unhooked
 
 SMALL = 1024 * 1024  # values of a weight below which casting x costs what the product in FP8 saves

@@ -25,7 +25,6 @@ from liger_kernel import transformers as published
 from liger_kernel.patch_options import SWITCHES, PatchOptions
 from liger_kernel.transformers.head.recipe import DeferredLogits
 from liger_kernel.transformers.patching import apply
-from liger_kernel.transformers.patching.flags import OURS
 from liger_kernel.transformers.patching.select import class_patches, instance_patches
 from liger_kernel.transformers.recognise import families
 from liger_kernel.transformers.recognise.compare import references
@@ -33,6 +32,7 @@ from liger_kernel.transformers.recognise.families import (
     CAUSAL,
     FAMILIES,
     IMAGE_TEXT_TO_TEXT,
+    OURS,
     TABLE,
     UNVERIFIED,
     VERSION,

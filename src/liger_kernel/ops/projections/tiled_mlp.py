@@ -32,16 +32,6 @@ TILE = 2048  # least number of tokens in a tile: products with fewer rows are sl
 MOST = 16
 
 
-def tiles_of(value: bool | int | None) -> bool | int:
-    """Return the value of the flag ``tiled_mlp``: False, True or a number of tiles. Raises
-    ``ValueError`` for another value."""
-    if value is None or value is False or value is True:
-        return bool(value)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"tiled_mlp: must be True, False or a number of tiles from 1 on, got {value!r}")
-    return value
-
-
 def count_of(tiles: bool | int, tokens: int) -> int:
     """In how many tiles an MLP runs on so many tokens: ``tiles``, or with True as many as have
     ``TILE`` tokens, at most ``MOST``."""

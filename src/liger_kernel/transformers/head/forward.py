@@ -77,12 +77,11 @@ def fused(forward: Callable, keep_logits: bool = False, memory: str | int = "aut
     variadic = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
     own_options = [n for n in LOSS_OPTIONS if n not in signature.parameters]
     positional, more = _positional(forward)
-    without_mask = attention.unmasked(forward)
     declare_outputs(sys.modules.get(forward.__module__))
 
     @functools.wraps(forward)
     def wrapper(self: nn.Module, *args: Any, skip_logits: bool | None = None, **kwargs: Any) -> Any:
-        run = without_mask if torch.compiler.is_compiling() else forward
+        run = functools.partial(attention.unmasked, forward, positional) if torch.compiler.is_compiling() else forward
         # what the caller wants of the loss, which Transformers' forward knows nothing of
         options = {LOSS_OPTIONS[n]: v for n in own_options if (v := kwargs.pop(n, None)) is not None and v is not False}
         accuracy, predictions = (kwargs.pop(n, None) for n in STATISTICS)

@@ -26,13 +26,13 @@ from liger_kernel.ops.projections.adapted import Projection, may_overflow
 from liger_kernel.ops.projections.linear import dtypes_of
 from liger_kernel.ops.projections.weights import Dense
 from liger_kernel.transformers.recognise.projections import (
-    Fallback,
     base_of,
     copy_in_use,
     product_dtype,
     projection,
     trained_rows,
 )
+from liger_kernel.transformers.recognise.storages import Fallback
 
 FP8 = "_liger_fp8"  # in the __dict__ of a model: the recipe by which its loss multiplies the head
 _LINEAR_FORWARD, _LINEAR = nn.Linear.forward, F.linear

@@ -28,7 +28,8 @@ from liger_kernel.parallel.sharded_head import HOOKS
 from liger_kernel.transformers.head import loss as loss  # so that losses register before there are recipes
 from liger_kernel.transformers.head.head_weights import held
 from liger_kernel.transformers.head.recipe import LogitsRecipe, LossRequest, new_recipe
-from liger_kernel.transformers.recognise.projections import Fallback, copy_in_use
+from liger_kernel.transformers.recognise.projections import copy_in_use
+from liger_kernel.transformers.recognise.storages import Fallback
 
 _WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -22,17 +22,26 @@ from liger_kernel.nearest import did_you_mean
 from liger_kernel.ops.norms.layer_norm import layer_norm
 from liger_kernel.ops.norms.rms_norm import rms_norm
 from liger_kernel.patch_options import HEADS, SWITCHES, PatchOptions
-from liger_kernel.transformers import fp8, invariant_attention, trl_head, trl_logits
+from liger_kernel.transformers import fp8, invariant_attention, trl_head
 from liger_kernel.transformers.head.forward import fused
-from liger_kernel.transformers.patching.flags import OURS, flags_of, options_of, parameters_of
 from liger_kernel.transformers.patching.invariant import check as check_invariant
 from liger_kernel.transformers.patching.patches import Patch, Patches, is_ours, is_patched, original, ours, warn_once
 from liger_kernel.transformers.patching.report import PatchesReport, patches_report, quantised
 from liger_kernel.transformers.patching.select import class_patches, instance_patches, made, on_instance
-from liger_kernel.transformers.recognise.families import FAMILIES, family, is_family, rows_of, swapped_slots, type_of
-from liger_kernel.transformers.recognise.packed_layers import check_packed, keep_packed
-from liger_kernel.transformers.recognise.projections import check_blocks
+from liger_kernel.transformers.recognise.families import (
+    FAMILIES,
+    OURS,
+    family,
+    flags_of,
+    is_family,
+    options_of,
+    parameters_of,
+    rows_of,
+    swapped_slots,
+    type_of,
+)
 from liger_kernel.transformers.recognise.slots import SLOT_OF, TORCHS_OWN
+from liger_kernel.transformers.recognise.storages import check_stored, keep_packed
 from liger_kernel.transformers.recognise.variant import are_numbers
 from liger_kernel.utils import PEFT_AVAILABLE as PEFT_AVAILABLE
 
@@ -52,9 +61,9 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
         if options.batch_invariant:
             raise ValueError("batch_invariant: it must be requested of a model that is built, got none: pass model=...")
         if options.fused_logprobs:
-            trl_logits.use(model_type)
+            trl_head.use(model_type)
         return class_patches(model_type, options.parts | {"fp8": in_fp8}, options.head).apply()
-    _check_stored(model)
+    check_stored(model)
     found = instance_patches(model, model_type, options.parts, options.head)
     runs_ours = lambda m: is_patched(m) or is_ours(getattr(type(m), "forward", None))
     nothing = not found and not any(map(runs_ours, model.modules()))
@@ -65,11 +74,12 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
         name = type(model).__name__
         warn_once(f"{model_type}: {name}: {why}" if known else f"{model_type or name}: {unknown}")
     if options.fused_logprobs and not (nothing and not is_family(model_type)):
-        trl_logits.use(model)
+        trl_head.use(model)
     # Before the patch: a refused request must leave the model as it was.
     if in_fp8:
         fp8.convert(model, in_fp8)
-    _keep_packed(model)
+    if why := keep_packed(model):
+        warn_once(why)
     done = found.apply()
     if options.batch_invariant:
         _hold(model, done)
@@ -86,22 +96,12 @@ def _hold(model: nn.Module, done: Patches) -> None:
         raise
 
 
-def _keep_packed(model: nn.Module) -> None:
-    if why := keep_packed(model):
-        warn_once(why)
-
-
-def _check_stored(model: nn.Module) -> None:
-    """``ValueError`` with the name of a layer whose quantised weight cannot be right."""
-    check_blocks(model)
-    check_packed(model)
-
-
 def apply_rest(model: nn.Module, given: Mapping[str, Any]) -> nn.Module:
     """Patch in ``model`` what class patches omit: classes of PyTorch and of other families, and
     what is for this model alone."""
-    _check_stored(model)
-    _keep_packed(model)
+    check_stored(model)
+    if why := keep_packed(model):
+        warn_once(why)
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     if model_type and family(model_type):
         instance_patches(model, model_type, options_of(model_type, given).parts, None).apply()

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_kernel.graphs.batches import IGNORE, PackedRow
 from liger_kernel.graphs.micro_steps import Packs, Unfit, recorded
 from liger_kernel.transformers import attention, documents
-from liger_kernel.transformers.patching.other_classes import stock_class
-from liger_kernel.transformers.patching.patches import original
+from liger_kernel.transformers.patching.patches import original, stock_class
 from liger_kernel.transformers.patching.unpad import Row, bodies, given_row, packing_for, seen_in_tiny, unknown_code
 
 

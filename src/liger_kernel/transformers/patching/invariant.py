@@ -13,8 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from liger_kernel import parallel
 from liger_kernel.ops._core.operator import KERNEL_DTYPES, use_kernels
 from liger_kernel.parallel.sharded_head import is_compiled
-from liger_kernel.transformers.patching.other_classes import stock_class
-from liger_kernel.transformers.patching.patches import is_patched, wraps_ours
+from liger_kernel.transformers.patching.patches import is_patched, stock_class, wraps_ours
 from liger_kernel.transformers.patching.unpad import rope_of_rows
 
 _DRAWS = "it draws a token's numbers by its place in the batch"

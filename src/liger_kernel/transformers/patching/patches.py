@@ -27,11 +27,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from liger_kernel.graphs import forget
-from liger_kernel.transformers import invariant_attention, trl_logits
+from liger_kernel.parallel.distributed import FSDPModule
+from liger_kernel.transformers import invariant_attention, trl_head
 from liger_kernel.transformers.fp8 import give_back
 from liger_kernel.transformers.recognise.families import modeling
-from liger_kernel.transformers.recognise.packed_layers import give_packed_back
 from liger_kernel.transformers.recognise.projections import KEPT
+from liger_kernel.transformers.recognise.storages import give_packed_back
 
 WARNED: set[str] = set()
 
@@ -129,6 +130,11 @@ def wraps_ours(value: Any) -> bool:
 def is_patched(m: nn.Module) -> bool:
     """Whether ``m`` itself is patched, by its class or in its ``__dict__``."""
     return KEY in m.__dict__ or any(KEY in vars(cls) for cls in type(m).__mro__)
+
+
+def stock_class(m: nn.Module) -> type:
+    """The class of ``m`` without what we and FSDP2 put over it."""
+    return next(c for c in type(m).__mro__ if KEY not in vars(c) and not issubclass(c, FSDPModule))
 
 
 def methods_of(m: nn.Module) -> dict[str, Callable]:
@@ -375,7 +381,7 @@ def restore(model: nn.Module | str | None = None) -> None:
     Every attribute is the same object again that it was before the patch. A live model also leaves
     FP8; models of patched classes stay in it.
     """
-    trl_logits.stop(model)
+    trl_head.stop(model)
     invariant_attention.release(model)
     KEPT.clear()  # it would keep alive what the layers no longer hold
     if isinstance(model, nn.Module):

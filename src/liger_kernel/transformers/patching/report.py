@@ -25,10 +25,8 @@ from liger_kernel.patch_options import PatchOptions
 from liger_kernel.transformers import fp8, trl_head
 from liger_kernel.transformers.head.head_weights import FP8, left_out
 from liger_kernel.transformers.merged_training import ROUNDED, is_merge_aware, said as merge_aware_said
-from liger_kernel.transformers.patching.flags import flags_of, options_of
-from liger_kernel.transformers.patching.other_classes import classes_of, recognised
 from liger_kernel.transformers.patching.patches import is_ours, methods_of
-from liger_kernel.transformers.patching.select import HEADS, class_patches, instance_patches
+from liger_kernel.transformers.patching.select import HEADS, class_patches, instance_patches, other_classes
 from liger_kernel.transformers.quantize import owners_of_heads
 from liger_kernel.transformers.recognise.experts import (
     DOWN,
@@ -44,17 +42,26 @@ from liger_kernel.transformers.recognise.experts import (
     subclassed,
     weights_of,
 )
-from liger_kernel.transformers.recognise.families import Family, family, is_family, rows_of, type_of
-from liger_kernel.transformers.recognise.packed_layers import check_packed, is_compressed, packed_tensor
-from liger_kernel.transformers.recognise.projections import (
+from liger_kernel.transformers.recognise.families import (
+    Family,
+    family,
+    flags_of,
+    is_family,
+    options_of,
+    rows_of,
+    type_of,
+)
+from liger_kernel.transformers.recognise.projections import projection
+from liger_kernel.transformers.recognise.slots import SLOT_OF
+from liger_kernel.transformers.recognise.storages import (
     Fallback,
-    check_blocks,
+    check_stored,
     experts_in_blocks,
     gathered_in_fp8,
     in_blocks,
-    projection,
+    is_compressed,
+    packed_tensor,
 )
-from liger_kernel.transformers.recognise.slots import SLOT_OF
 from liger_kernel.transformers.recognise.variant import LINEARS, OF_EXPERTS, plain
 
 
@@ -138,7 +145,7 @@ def patches_report(model: nn.Module, given: Mapping[str, Any] | None = None) -> 
     patched = tuple(text(sum(applied), *kind) for kind, applied in kinds.items() if any(applied))
     rest = {kind: applied.count(False) for kind, applied in kinds.items() if not all(applied)}
     stock = [f"{text(count, *kind)}: {_why(kind[1], row, options, given)}" for kind, count in rest.items()]
-    others = {cls.__name__: recognised(cls)[1] for cls in classes_of(model, row is None)}
+    others = {cls.__name__: reason for cls, (_, reason) in other_classes(model, row is None).items()}
     stock += [f"{name}: {reason}" for name, reason in others.items() if reason]
     for _, part in rows_of([model_type]):
         stock += [f"{name}: {reason}" for name, reason in part.left_alone.items()]
@@ -215,8 +222,7 @@ def projections_report(model: nn.Module) -> ProjectionsReport:
     The report describes the present state of adapters (active, merged, disabled); the engine looks
     at each layer again at each call.
     """
-    check_blocks(model)
-    check_packed(model)
+    check_stored(model)
     return ProjectionsReport(tuple(_layers(model)))
 
 

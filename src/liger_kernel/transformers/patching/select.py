@@ -11,19 +11,17 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_kernel import memory, offloading
+from liger_kernel import memory
+from liger_kernel.patch_options import level_of
 from liger_kernel.transformers import fp8, trl_head
 from liger_kernel.transformers.head.forward import fused
 from liger_kernel.transformers.lazy_mask import lazily
-from liger_kernel.transformers.patching.bounds import bounded
+from liger_kernel.transformers.patching.around_layers import around_layers, layers_of
 from liger_kernel.transformers.patching.graphed import graphed
-from liger_kernel.transformers.patching.other_classes import classes_of, recognised, stock_class
 from liger_kernel.transformers.patching.patches import (
     KEY,
     OLD_FORWARD,
@@ -34,17 +32,18 @@ from liger_kernel.transformers.patching.patches import (
     methods_of,
     original,
     ours,
+    stock_class,
     warn_once,
     within,
 )
-from liger_kernel.transformers.patching.unpad import takes_tokens, unpadded
+from liger_kernel.transformers.patching.unpad import takes_tokens
 from liger_kernel.transformers.recognise.attentions import makers_of
 from liger_kernel.transformers.recognise.experts import IN_BLOCKS
-from liger_kernel.transformers.recognise.families import Family, configs_of, family, makes, rows_of
+from liger_kernel.transformers.recognise.families import Family, configs_of, family, makes, recognised, rows_of
 from liger_kernel.transformers.recognise.mlps import GLU, MLP, tiled
-from liger_kernel.transformers.recognise.projections import experts_in_blocks
 from liger_kernel.transformers.recognise.recurrences import carries
 from liger_kernel.transformers.recognise.slots import PLAIN_MLP, SLOT_OF, TORCHS_OWN, VARIANTS
+from liger_kernel.transformers.recognise.storages import experts_in_blocks
 from liger_kernel.transformers.recognise.variant import LINEARS, OF_EXPERTS
 from liger_kernel.transformers.rewrite import rules
 from liger_kernel.transformers.rewrite.rules import GATES, MASKS, NORMS, PROJECTIONS
@@ -119,7 +118,7 @@ def _seeing(
 ) -> Callable | None:
     """``function`` that reads each global (name, stock, ours) as ours, rewritten by the rules
     ``parts``; None if its source is not available."""
-    inner = rules.seeing(core(function), swaps, parts)
+    inner = rules.fused(core(function), parts, swaps=swaps)
     return inner and _calling_as(inner, ours(within(function, lambda f: inner)))
 
 
@@ -131,9 +130,12 @@ def _rules(norms: Any, parts: Mapping[str, Any], head: str | None) -> Parts:
 # -- patches of classes and of functions in Python modules
 
 
-def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | None) -> Iterator[Patch]:
+def _patches(
+    model_types: Iterable[str], parts: Mapping[str, Any], head: str | None, live: bool = False
+) -> Iterator[Patch]:
     """All patches of these types and their parts, including patches for PyTorch's own classes.
-    Only the first type's head is patched.
+    Only the first type's head is patched. ``live``: for one model, of which functions that read what
+    is replaced are compiled again (``_methods_seeing``), steps included.
 
     Llama with everything on, without tiles:
 
@@ -146,9 +148,10 @@ def _patches(model_types: Iterable[str], parts: Mapping[str, Any], head: str | N
     model_types = list(model_types)
     for i, (module, row) in enumerate(rows_of(model_types)):
         # what stands for one function of stock: a norm's forward, a rope function
-        yield from _of_slots(model_types[0], module, row, parts)
+        yield from (slots := list(_of_slots(model_types[0], module, row, parts)))
         # forwards that go on calling these, with neighbouring steps joined
-        yield from _of_steps(module, row, parts, head)
+        functions = {p.attribute for p in slots if live and isinstance(p.owner, types.ModuleType) and not p.applied}
+        yield from _of_steps(module, row, parts, head, functions)
         # a vision tower's own type has no head that a loss follows
         for name in row.heads if i == 0 and head and not row.fused else ():
             if hasattr(module, name):  # another version may not have the class
@@ -191,9 +194,11 @@ def _both(*labels: str) -> str:
     return ", ".join(filter(None, labels))
 
 
-def _of_steps(module: types.ModuleType, row: Family, parts: Mapping[str, Any], head: str | None) -> Iterator[Patch]:
+def _of_steps(
+    module: types.ModuleType, row: Family, parts: Mapping[str, Any], head: str | None, seen: set[str]
+) -> Iterator[Patch]:
     """Forwards, of layers and of other classes, in which neighbouring steps run together, and
-    plain MLPs in tiles."""
+    plain MLPs in tiles. Not of other classes that read one of the functions ``seen``."""
     tiles = parts.get("tiled_mlp", False)
     slots = {slot for slot in map(SLOT_OF.__getitem__, row.swapped.values()) if parts.get(slot)}
     wanted = _rules("rms_norm" in slots, parts, head)
@@ -207,9 +212,9 @@ def _of_steps(module: types.ModuleType, row: Family, parts: Mapping[str, Any], h
         stock = original(cls, "forward")
         inner, names, found, level = core(stock), _IN_OTHERS, frozenset[str](), "off"
         if cls in layers:
-            level = memory.level_of(parts.get("rematerialise")) if slots & CHEAP else "off"
+            level = level_of(parts.get("rematerialise")) if slots & CHEAP else "off"
             names, found = _IN_LAYERS, rules.parts_in(inner, wanted, level)
-        elif cls not in done and isinstance(inner, types.FunctionType):
+        elif cls not in done and isinstance(inner, types.FunctionType) and not seen & {*inner.__code__.co_names}:
             # norms of heads run together with their rotation, in a forward that rotates
             found = rules.parts_in(inner, wanted if ropes & set(inner.__code__.co_names) else wanted - {NORMS})
         label = _both(*(names[part] for part in names if part in found), f"rematerialised({level})" * (level != "off"))
@@ -239,11 +244,11 @@ def class_patches(model_type: str, parts: Mapping[str, Any], head: str | None) -
     own = {module.__name__ for module in modules}
     every = _patches([model_type], parts, head)
     found = [p for p in every if not isinstance(p.owner, type) or p.owner.__module__ in own]
-    callers = [cls for module in modules for cls in _callers_of_layers(module)]
-    found = _around_callers(found, callers, parts, _apart([model_type], parts))
-    if parts.get("graphs") and (row := family(model_type)) is not None:
+    if any(around := _around([model_type], parts)):
+        found = _around_callers(found, [cls for module in modules for cls in _callers_of_layers(module)], around)
+    if (when := parts.get("graphs")) and (row := family(model_type)) is not None:
         heads = [getattr(modules[0], name) for name in row.heads if hasattr(modules[0], name)]
-        found = _around_too(found, heads, "graphs", _graphs(parts["graphs"]))
+        found = _around_too(found, heads, "graphs", lambda forward: made(graphed, forward, when))
     if request := parts.get("fp8"):
         for cls in (c for module in modules for c in _classes(module, PreTrainedModel)):
             new = made(fp8.converting, original(cls, "__init__"), request)
@@ -259,25 +264,19 @@ def _callers_of_layers(module: types.ModuleType) -> list[type]:
     return [c for c in others if "forward" in vars(c) and makes(c, "ModuleList")]
 
 
-def _apart(model_types: Iterable[str], parts: Mapping[str, Any]) -> bool:
-    """Whether all functions of these types that carry a state know where documents end."""
+def _around(model_types: Iterable[str], parts: Mapping[str, Any]) -> tuple[bool, ...]:
+    """What runs around the forwards that call layers: the arguments of ``around_layers``."""
     of_all = [row for _, row in rows_of(model_types)] if parts.get("recurrent") else []
+    # whether all functions of these types that carry a state know where documents end
     known = any(SLOT_OF[label] == "recurrent" for row in of_all for label in row.swapped.values())
-    return known and not any(carries(name) for row in of_all for name in row.left_alone)
+    apart = known and not any(carries(name) for row in of_all for name in row.left_alone)
+    return (apart, *(bool(parts.get(name)) for name in ("activation_offloading", "keep_attention", "unpad")))
 
 
-def _around_callers(found: list[Patch], owners: list[Any], parts: Mapping[str, Any], apart: bool) -> list[Patch]:
-    """``found``, and patches around the forwards of ``owners``, which call layers. ``apart``: whether
-    their layers can keep packed documents apart."""
-    how = (apart, *(bool(parts.get(name)) for name in ("activation_offloading", "keep_attention", "unpad")))
-    if not any(how):
-        return found
-    label = ", ".join(itertools.compress(("packed documents", "offloading", "keeping attention", "no padding"), how))
-    return _around_too(found, owners, label, lambda forward: made(_around_layers, forward, *how))
-
-
-def _graphs(when: bool | str) -> Callable[[Any], Callable]:
-    return lambda forward: made(graphed, forward, when)
+def _around_callers(found: list[Patch], callers: list[Any], around: tuple[bool, ...]) -> list[Patch]:
+    names = "packed documents", "offloading", "keeping attention", "no padding"
+    label = ", ".join(itertools.compress(names, around))
+    return _around_too(found, callers, label, lambda forward: made(around_layers, forward, *around))
 
 
 def _around_too(found: list[Patch], owners: list[Any], label: str, around: Callable[[Any], Callable]) -> list[Patch]:
@@ -327,7 +326,7 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
     """
     # a model's configuration may have parts of other types than its own type's default has
     own = [c.model_type for c in configs_of(getattr(model, "config", None)) if getattr(c, "model_type", "")]
-    of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head)))
+    of_all = list(dict.fromkeys(_patches(dict.fromkeys([model_type, *own]), parts, head, live=True)))
     modules: dict[type, list[nn.Module]] = {}
     for m in model.modules():
         modules.setdefault(type(m), []).append(m)
@@ -363,33 +362,45 @@ def instance_patches(model: nn.Module, model_type: str, parts: Mapping[str, Any]
     found += [q for (cls, _), p in compiled.items() for m in modules[cls] for q in on_instance(m, p)]
     # a subclass may have the forward of its family's class, which is patched by now
     done = {id(p.owner) for p in found}
-    others = _of_other_classes(model, parts, not rows_of([model_type]))
+    others = _of_other_classes(model, modules, parts, not rows_of([model_type]))
     found += [p for p in others if id(p.owner) not in done]
-    # not a layer that holds layers: its forward checkpoints only while it is its class's own
-    callers = [m for m in model.modules() if layers_of(m) and not isinstance(m, GradientCheckpointingLayer)]
-    name = type(model).__name__
-    if parts.get("unpad") and not any(takes_tokens(type(m).forward) for m in callers):
-        warn_once(f"unpad: {name} computes padding, too: what calls its layers takes no input_ids or position_ids")
-    if parts.get("activation_offloading") and not callers:
-        warn_once(f"{name}: activation_offloading: it has no layers that can be checkpointed, so nothing is offloaded")
-    found = _around_callers(found, callers, parts, _apart([model_type, *own], parts))
-    if parts.get("graphs"):  # of the model inside of what PEFT has put around it
-        found = _around_too(found, trl_head.layers(model)[-1:], "graphs", _graphs(parts["graphs"]))
+    if any(around := _around([model_type, *own], parts)):
+        # not a layer that holds layers: its forward checkpoints only while it is its class's own
+        callers = [m for m in model.modules() if layers_of(m) and not isinstance(m, GradientCheckpointingLayer)]
+        name = type(model).__name__
+        if parts.get("unpad") and not any(takes_tokens(type(m).forward) for m in callers):
+            warn_once(f"unpad: {name} computes padding, too: what calls its layers takes no input_ids or position_ids")
+        if parts.get("activation_offloading") and not callers:
+            why = "it has no layers that can be checkpointed, so nothing is offloaded"
+            warn_once(f"{name}: activation_offloading: {why}")
+        found = _around_callers(found, callers, around)
+    if when := parts.get("graphs"):  # of the model inside of what PEFT has put around it
+        found = _around_too(found, trl_head.layers(model)[-1:], "graphs", lambda forward: made(graphed, forward, when))
     return Patches(found)
 
 
-def _of_other_classes(model: nn.Module, parts: Mapping[str, Any], of_no_family: bool) -> Iterator[Patch]:
+def other_classes(model: nn.Module, of_no_family: bool) -> dict[type, tuple[str, str]]:
+    """The classes in ``model`` that no table describes, and what is ``recognised`` of each.
+    ``of_no_family``: those of Transformers and PyTorch's LayerNorm, too, as the model is of none."""
+    known = {"torch", "liger_kernel", "peft"} | (set() if of_no_family else {"transformers"})
+    is_other = lambda c: c.__module__.partition(".")[0] not in known or (of_no_family and c is nn.LayerNorm)
+    classes = filter(is_other, dict.fromkeys(map(stock_class, model.modules())))
+    return {cls: recognised(cls, original(cls, "forward", None)) for cls in classes}
+
+
+def _of_other_classes(
+    model: nn.Module, modules: Mapping[type, list[nn.Module]], parts: Mapping[str, Any], of_no_family: bool
+) -> Iterator[Patch]:
     """Patches of norms, MLPs and experts whose classes no table describes."""
-    tiles = parts.get("tiled_mlp", False)
-    labels = {cls: recognised(cls)[0] for cls in classes_of(model, of_no_family)}
-    for m in model.modules():
-        cls = stock_class(m)
-        if experts_in_blocks(m) and parts.get("glu"):
-            yield from on_instance(
-                m, Patch(cls, "forward", made(IN_BLOCKS, original(cls, "forward")), (IN_BLOCKS.label,))
-            )
-        if (label := labels.get(cls)) and parts.get(SLOT_OF[label]):
-            new = made(replacement, original(cls, "forward"), label, tiles)
+    labels = {cls: label for cls, (label, _) in other_classes(model, of_no_family).items()}
+    for of_class in modules.values():
+        cls, new = stock_class(of_class[0]), None
+        label = labels.get(cls, "")
+        if label and parts.get(SLOT_OF[label]):
+            new = made(replacement, original(cls, "forward"), label, parts.get("tiled_mlp", False))
+        elif parts.get("glu") and experts_in_blocks(of_class[0]):
+            label, new = IN_BLOCKS.label, made(IN_BLOCKS, original(cls, "forward"))
+        for m in of_class if new is not None else ():
             yield from on_instance(m, Patch(cls, "forward", new, (label,)))
 
 
@@ -499,86 +510,3 @@ def _with_experts(implementation: Any, experts_forward: Any) -> Any | None:
                 return None
             setattr(new, name, inner)
     return new
-
-
-# -- what runs around the forward that calls a model's layers
-
-
-def layers_of(m: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers in the lists of ``m`` itself, possibly inside wrappers: those that
-    checkpointing would recompute."""
-    layers = (layer for child in m.children() if isinstance(child, nn.ModuleList) for layer in child)
-    of_each = ((part for part in layer.modules() if isinstance(part, GradientCheckpointingLayer)) for layer in layers)
-    return [layer for parts in of_each if (layer := next(parts, None)) is not None]
-
-
-def _around_layers(forward: Callable, apart: bool, offloads: bool, keeps: bool, unpads: bool) -> Callable:
-    """Wrap the ``forward`` of a module: give its layers the bounds of packed documents, offload what
-    they save, keep the outputs of attention if they are checkpointed, and leave padding out. It
-    does nothing more for a module that calls no layers."""
-    forward = bounded(forward) if apart else forward
-    inner = _keeping_attention(forward) if keeps else forward
-    outer = offloading.offloaded(inner) if offloads else inner
-    outer = unpadded(outer) if unpads else outer
-
-    @functools.wraps(outer)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Classes are patched before their modules exist, so only the call knows whether it has
-        # layers.
-        # A compiler follows neither of the other two.
-        own = not offloads and torch.compiler.is_compiling()
-        return (outer if not own and layers_of(self) else forward)(self, *args, **kwargs)
-
-    return call
-
-
-def _keeping_attention(forward: Callable) -> Callable:
-    """Wrap ``forward``: meanwhile the layers' function for checkpointing keeps the outputs of
-    attention. Only their forward asks for it, not the one that the backward runs."""
-
-    @functools.wraps(forward)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Without gradients nothing is kept, and a compiled graph cannot exchange attributes of
-        # layers.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return forward(self, *args, **kwargs)
-        layers: list[Any] = [layer for layer in layers_of(self) if layer.gradient_checkpointing and layer.training]
-        functions = [(layer, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
-        functions = [(layer, function) for layer, function in functions if _can_keep(function)]
-        if functions and _runs_eager_attention(self):
-            _say("eager attention, which is no operator of its own")
-        try:
-            # Transformers reads the function at each call, so exchanging the attribute is enough.
-            for layer, function in functions:
-                layer._gradient_checkpointing_func = functools.partial(function, context_fn=memory.keeping_attention)
-            return forward(self, *args, **kwargs)
-        # Given back after every forward: the backward's own forward must not ask for it.
-        finally:
-            for layer, function in functions:
-                layer._gradient_checkpointing_func = function
-
-    return call
-
-
-def _runs_eager_attention(m: Any) -> bool:
-    """Whether attention is plain PyTorch operations, and none with sinks, which a kernel may
-    run."""
-    eager = getattr(getattr(m, "config", None), "_attn_implementation", None) == "eager"
-    return eager and not any(hasattr(part, "sinks") for part in m.modules())
-
-
-def _can_keep(function: Any) -> bool:
-    """Whether ``function`` is PyTorch's checkpoint of the kind that takes a ``context_fn``, and
-    has none."""
-    options = function.keywords if isinstance(function, functools.partial) and function.func is checkpoint else {}
-    if options.get("use_reentrant") is False and "context_fn" not in options:
-        return True
-    if options.get("context_fn") is not memory.keeping_attention:
-        another = "kind of checkpointing than PyTorch's with use_reentrant=False"
-        _say(f"another {'context_fn' if 'context_fn' in options else another}")
-    return False
-
-
-def _say(what: str) -> None:
-    text = f"keep_attention: it steps aside for {what}, so attention is computed again in the backward"
-    warn_once(f"liger_kernel: {text}")

@@ -40,8 +40,7 @@ from liger_kernel.transformers import attention, documents
 from liger_kernel.transformers.head.recipe import IGNORE
 from liger_kernel.transformers.lazy_mask import visible_keys
 from liger_kernel.transformers.patching.bounds import BOUNDS, bounded, gives_bounds
-from liger_kernel.transformers.patching.other_classes import stock_class
-from liger_kernel.transformers.patching.patches import core, original, warn_once
+from liger_kernel.transformers.patching.patches import core, original, stock_class, warn_once
 from liger_kernel.transformers.recognise.families import undisturbed
 from liger_kernel.transformers.recognise.tiny import model_of, tiny_of
 from liger_kernel.transformers.rewrite import rules

@@ -32,16 +32,8 @@ from liger_kernel.ops.projections.moe import adapted_moe, moe
 from liger_kernel.ops.projections.mxfp4 import MXFP4Experts
 from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.transformers.recognise.activations import CLAMPED, activation
-from liger_kernel.transformers.recognise.projections import (
-    Fallback,
-    active_adapters,
-    blocks_of,
-    experts_in_blocks,
-    loaded,
-    of_package,
-    product_dtype,
-    scales,
-)
+from liger_kernel.transformers.recognise.projections import active_adapters, product_dtype, scales
+from liger_kernel.transformers.recognise.storages import Fallback, blocks_of, experts_in_blocks, loaded, of_package
 from liger_kernel.transformers.recognise.variant import (
     OF_EXPERTS,
     StandIns,

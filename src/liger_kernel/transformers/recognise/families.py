@@ -1,6 +1,6 @@
 """What is replaced in the models of each type: from the table ``families.json``, or from
 recognition for a type or a release of Transformers that the table does not have. Recognition reads
-the type's module, and compares each candidate.
+the type's module, and compares each candidate. And the flags that the patch of each type has.
 
 ``liger models --write`` writes the table.
 """
@@ -15,10 +15,10 @@ import importlib
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from liger_kernel._private import unset_fake_temporarily
+from liger_kernel.patch_options import HEADS, SWITCHES, PatchOptions
 from liger_kernel.transformers.recognise.compare import recognise, references
 from liger_kernel.transformers.recognise.slots import FLAT, PLAIN_MLP, SLOT_OF, SLOTS, TORCHS_OWN
 
@@ -291,3 +292,130 @@ def swapped_slots(model_type: str) -> set[str]:
     """
     rows = with_parts([model_type], lambda t: FAMILIES.get(t) or family(t))
     return {SLOT_OF[label] for row in rows.values() for label in row.swapped.values()}
+
+
+# -- classes that belong to no family, such as those of remote code: recognised by what their forward
+# computes, as those of families are
+
+_OF_CLASSES = [slot for slot in SLOTS if slot.parameters[0][0] == "x" and slot.flag != "rope"]
+# What a forward may ask that a stand-in cannot answer: it has only the attributes that the variant
+# reads
+_MAY_DIFFER = {"getattr", "hasattr", "training", "__dict__"}
+
+
+@functools.cache
+def recognised(cls: type, stock: Any) -> tuple[str, str]:
+    """The label of the variant that computes what ``cls`` does by its forward ``stock``; otherwise why it
+    stays stock, which is empty if it is neither a norm nor an MLP by its name."""
+    if cls is nn.LayerNorm:
+        return TORCHS_OWN["nn.LayerNorm"][1], ""
+    if not isinstance(stock, FunctionType):
+        return "", ""
+    slots = [s for s in _OF_CLASSES if len(inspect.signature(stock).parameters) == len(s.parameters[0]) + 1]
+    named = [slot for slot in _OF_CLASSES if slot.candidate(cls.__name__, cls)]
+    reasons = []
+    with undisturbed():
+        for slot in slots:
+            variant, reason = recognise(slot, cls, stock)
+            if variant and slot.flag != "relu_squared":
+                more = _MAY_DIFFER & set(_names_in(cls))
+                return ("", f"its code uses {', '.join(sorted(more))}") if more else (variant.label, "")
+            reasons += [PLAIN_MLP if variant else reason] * (slot in named)
+    if not named:
+        return "", ""
+    # an attribute that another slot's variants lack says less than that the result differs
+    least = lambda why: why.startswith("uses ")
+    return "", min(reasons, key=least, default="forward takes other arguments")
+
+
+def _names_in(cls: type) -> Iterator[str]:
+    """The names in the code of the methods of ``cls`` that a call may run."""
+    own = (base for base in cls.__mro__ if not base.__module__.startswith("torch."))
+    for name, method in ((n, m) for base in own for n, m in vars(base).items()):
+        if isinstance(method, FunctionType) and name not in ("__init__", "extra_repr", "__repr__"):
+            yield from inspect.unwrap(method).__code__.co_names
+
+
+# -- the flags of each family, and their defaults; ``PatchOptions`` says what they do
+
+_FLAGS = dict[str, bool | None]
+OURS = {name: field.default for name, field in SWITCHES.items() if field.metadata["ours"]}
+_HEAD: _FLAGS = dict(cross_entropy=False, fused_linear_cross_entropy=True)
+STANDARD: _FLAGS = dict(rope=True, **_HEAD, rms_norm=True)
+_WITH_LAYER_NORM: _FLAGS = dict(rope=True, **_HEAD, layer_norm=True, rms_norm=True)
+# The flags and defaults of LinkedIn's package, then model, then flags that its functions do not
+# have, if there is something to swap. (Some defaults differ: LinkedIn's package leaves out
+# granite's head, because its loss cannot scale logits, and experts and MLPs of gpt_oss and
+# deepseek_v4.)
+_NO_ROPE = (
+    "deepseek_v2 deepseek_v3 deepseek_v4 glm4 glm4v glm4v_moe qwen3_5 qwen3_5_text qwen3_5_moe "
+    "qwen3_5_moe_text qwen3_next"
+)
+_SWIGLU = (
+    "exaone4 falcon_h1 hunyuan_v1_dense hunyuan_v1_moe llama ministral mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 "
+    "qwen3_moe smollm3 "
+    "qwen2_5_vl qwen2_5_vl_text qwen3_vl_moe qwen3_vl_moe_text granite llama4 llama4_text"
+)
+_PUBLISHED: dict[str, _FLAGS] = {
+    **{t: STANDARD | dict(swiglu=True) for t in _SWIGLU.split()},
+    **{t: STANDARD | dict(rope=False, swiglu=True) for t in _NO_ROPE.split()},
+    "gpt_oss": STANDARD | dict(swiglu=True),
+    **{t: STANDARD | dict(swiglu=False) for t in ("qwen3_vl", "qwen3_vl_text")},
+    **{t: _WITH_LAYER_NORM | dict(swiglu=True) for t in ("mllama", "mllama_text_model", "muse_glimmer")},
+    **{t: STANDARD | dict(layer_norm=True, swiglu=True) for t in ("qwen2_vl", "qwen2_vl_text")},
+    **{t: STANDARD | dict(geglu=True) for t in ("gemma", "gemma2", "gemma3_text")},
+    **{t: _WITH_LAYER_NORM | dict(geglu=True) for t in ("gemma3", "paligemma")},
+    "gemma4_text": STANDARD | dict(rope=False, geglu=True),
+    "gemma4": dict(rope=False, **_HEAD, layer_norm=False, rms_norm=True, geglu=True),
+    "pixtral": dict(rope=True, rms_norm=True, swiglu=True),
+}
+# Families whose functions pass further flags to their parts
+_HANDING_ON: dict[str, _FLAGS] = {
+    "nemotron": dict(relu_squared=True, **_HEAD),
+    "llava": _HEAD,
+    **{t: dict(**_HEAD, rms_norm=True, layer_norm=True) for t in ("internvl", "smolvlm")},
+}
+
+
+def flags_of(model_type: str) -> dict[str, Any]:
+    """Flag -> default of ``apply_liger_kernel_to_<model_type>``; flags that LinkedIn's package
+    does not have come last. A type without a family has all flags."""
+    if model_type not in FAMILIES and not is_family(model_type):
+        return {name: field.default for name, field in SWITCHES.items()}
+    return {f: v for f, v in parameters_of(model_type).items() if f != "model"} | OURS
+
+
+def options_of(model_type: str, given: Mapping[str, Any]) -> PatchOptions:
+    """The given flags, and the family's defaults for the others. Raises ``ValueError`` for a value
+    that cannot be.
+
+    ``options_of("llama", {"cross_entropy": True})`` has ``fused_linear_cross_entropy`` off.
+    """
+    implied = {name: False for name, other in zip(HEADS, reversed(HEADS)) if given.get(other)}
+    # without a family, nothing says which of the two flags is that of the MLPs
+    if len(of_glu := {"swiglu", "geglu"} & given.keys()) == 1 and not (model_type in FAMILIES or is_family(model_type)):
+        implied |= dict.fromkeys(("swiglu", "geglu"), given[of_glu.pop()])
+    options = PatchOptions(**dict.fromkeys(SWITCHES, False) | flags_of(model_type) | implied | dict(given))
+    # With everything else off, nothing in a model changes
+    of_slots = any(value for name, value in options.slots.items() if name != "recurrent" or name in given)
+    alone = not (options.head or options.fp8 or of_slots or "projections" in given)
+    off = dict(projections=False, fused_logprobs=False, recurrent=False)
+    return dataclasses.replace(options, **off) if alone else options
+
+
+@functools.cache
+def parameters_of(model_type: str) -> _FLAGS:
+    """Parameter -> default of ``apply_liger_kernel_to_<model_type>``, in the order of its
+    signature: flags and ``model``."""
+    # of the table, because signatures do not depend on the version of Transformers
+    row = FAMILIES.get(model_type) or family(model_type)
+    slots = swapped_slots(model_type)
+    more: _FLAGS = dict.fromkeys(sorted(slots & {"layer_norm", "relu_squared"}), True)
+    late: _FLAGS = dict.fromkeys(slots & {"attention"}, True)
+    flags = STANDARD | {row.glu if row else "swiglu": True} | more
+    if published := (_PUBLISHED | _HANDING_ON).get(model_type):
+        more = {f: v for f, v in (more if model_type in _PUBLISHED else flags).items() if f not in published}
+        return published | {"model": None} | more | late
+    if row and not row.heads:
+        flags = {f: v for f, v in flags.items() if f not in HEADS}
+    return flags | {"model": None} | late

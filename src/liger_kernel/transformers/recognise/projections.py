@@ -3,8 +3,7 @@ that PEFT would add now.
 
 ``projection(module, dtype)`` returns the ``Projection`` that a call of ``module`` computes, or a
 short reason why the module itself must run. It reads at each call what PEFT's own forward reads,
-because adapters may be activated, disabled or merged at any time. This module imports no other
-package: if a package is not imported yet, no module can be an instance of its classes.
+because adapters may be activated, disabled or merged at any time.
 
 The base layer inside a PEFT layer may be anything. If its storage is unknown, if it has hooks, or
 if it has its own forward, it is called for its product, and the node computes only what the
@@ -13,9 +12,7 @@ adapters add.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,234 +22,25 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook, register_module_parameter_registration_hook
 
 from liger_kernel import memory
-from liger_kernel.nn.float8 import LigerFloat8Linear
-from liger_kernel.nn.float8_training import DTYPES, LigerFloat8TrainingLinear, trained
-from liger_kernel.ops._core.operator import is_recorded, use_kernels
+from liger_kernel.nn.float8_training import LigerFloat8TrainingLinear
+from liger_kernel.ops._core.operator import use_kernels
 from liger_kernel.ops._core.shards import is_sharded
 from liger_kernel.ops.projections.adapted import Adapter, Group, Projection
-from liger_kernel.ops.projections.float8 import lacking
-from liger_kernel.ops.projections.float8_blocks import (
-    Float8Blocks,
-    Scales,
-    float8_blocks,
-    in_float8,
-    multiplies,
-    scales_of,
-)
-from liger_kernel.ops.projections.float8_training import RECIPES, Cast, float8_gathered
-from liger_kernel.ops.projections.four_bits import four_bits
+from liger_kernel.ops.projections.float8_blocks import Float8Blocks
 from liger_kernel.ops.projections.linear import dtypes_of, linears
 from liger_kernel.ops.projections.packed_weights import PackedWeight
-from liger_kernel.ops.projections.weights import ByItsModule, Dense, Dequantized, Weight, dense
-from liger_kernel.transformers.recognise.packed_layers import compressed, packed_by_columns
-from liger_kernel.transformers.recognise.variant import (
-    Fallback as Fallback,
-    are_numbers,
-    decoding,
-    loaded as loaded,
-    of_package as of_package,
-    plain,
-    runs_its_class,
+from liger_kernel.ops.projections.weights import ByItsModule, Dense, Dequantized
+from liger_kernel.transformers.recognise.storages import (
+    Fallback,
+    dense_weight,
+    in_blocks,
+    is_dense,
+    loaded,
+    of_package,
+    weight_of,
 )
+from liger_kernel.transformers.recognise.variant import are_numbers, decoding, plain, runs_its_class
 
-# As PyTorch has it: a patch of somebody else would be passed over by a node that multiplies by
-# itself
-_FORWARD = nn.Linear.forward
-
-
-def is_dense(m: Any) -> bool:
-    """Whether a call of ``m`` multiplies by an ordinary weight and adds the bias."""
-    # A subclass may do anything, so the class itself is asked for, not ``isinstance``
-    if type(m) is not nn.Linear or nn.Linear.forward is not _FORWARD or not runs_its_class(m):
-        return False
-    bias = m.bias
-    return plain(m.weight) and (bias is None or plain(bias))
-
-
-def _weight(m: nn.Module, dtype: torch.dtype) -> Weight | Fallback:
-    # None: not of this storage. A reason: of this storage, but not to be multiplied now
-    for read in STORAGES:
-        if (found := read(m, dtype)) is not None:
-            return found
-    return Fallback(f"a base of class {type(m).__name__}")
-
-
-def _dense(m: nn.Module, dtype: torch.dtype) -> Weight | Fallback | None:
-    if type(m) is not nn.Linear:
-        return None
-    if not is_dense(m):
-        return Fallback("a base that is sharded, hooked or quantised, or has a forward of its own")
-    # stock raises for this, or the base casts by itself
-    if m.weight.dtype != dtype and not torch.is_autocast_enabled(m.weight.device.type):
-        return Fallback(f"a weight of {m.weight.dtype} beside an input of {dtype}")
-    return dense(m.weight)
-
-
-def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
-    """The weight of a 4-bit layer (NF4 or FP4) of bitsandbytes."""
-    # A package that nobody imported has no layers in this model, and importing it would take
-    # seconds
-    if type(m) is not loaded("bitsandbytes.nn.modules", "Linear4bit"):
-        return None
-    state = getattr(m.weight, "quant_state", None)
-    if (
-        not (runs_its_class(m) and of_package(type(m), "bitsandbytes.") and (m.bias is None or plain(m.bias)))
-        or state is None
-        or getattr(state, "packing_format_for_cpu", False)
-    ):
-        return Fallback("a hooked 4-bit base, one without its state, or packed for a CPU")
-    # under autocast the product is in autocast's dtype, even after the cast of its input
-    if m.compute_dtype not in (None, dtype) and not torch.is_autocast_enabled(m.weight.device.type):
-        return Fallback(f"a 4-bit base that computes in {m.compute_dtype} beside {dtype}")
-    if hasattr(m.weight, "ds_id"):
-        return Fallback("a sharded base")
-    return four_bits(m.weight, state)
-
-
-def _float8(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
-    """The weight of our frozen FP8 layers."""
-    if type(m) is not LigerFloat8Linear:
-        return None
-    if not (runs_its_class(m) and plain(m.float8) and plain(m.float8_scale) and (m.bias is None or plain(m.bias))):
-        return Fallback("a sharded or hooked base in FP8")
-    # without gradients the copy for the backward need not be made
-    return m.stored(backward=torch.is_grad_enabled())
-
-
-def in_blocks(m: Any) -> bool:
-    """Whether ``m`` is a linear layer of a checkpoint in FP8 as Transformers loads it."""
-    return type(m) is loaded(*_BLOCKS, "FP8Linear")
-
-
-def experts_in_blocks(m: Any) -> bool:
-    """Whether ``m`` holds experts of such a checkpoint."""
-    return isinstance(m, loaded(*_BLOCKS, "FP8Experts") or ())
-
-
-_BLOCKS = ("transformers.integrations.finegrained_fp8",)
-
-
-def blocks_of(m: Any, name: str) -> Float8Blocks:
-    """The parameter ``name`` of a layer or of experts of such a checkpoint. ``ValueError`` if its
-    scales cannot be right."""
-    w, scale = m._parameters[name].detach(), m._parameters[f"{name}_scale_inv"].detach()
-    try:
-        return float8_blocks(w, scale, m.block_size and (m.block_size[0], m.block_size[1]))
-    except ValueError as error:
-        raise ValueError(f"{type(m).__name__}.{name}_scale_inv: {error}") from None
-
-
-# of each layer, the scales for products in FP8, and what they were made of
-_SCALES: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Scales]] = weakref.WeakKeyDictionary()
-# how layers multiply, by LIGER_FP8_BLOCKS: whether in FP8 in the forward, and in the backward
-_PRODUCTS = {"fp8": (True, True), "forward": (True, False), "decoded": (False, False)}
-
-
-def _float8_blocks(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
-    if not in_blocks(m):
-        return None
-    w, scale, bias = m.weight, m.weight_scale_inv, m.bias
-    whole = w.itemsize == 1 and all(plain(t) for t in (w, scale, bias) if t is not None)
-    if not (whole and runs_its_class(m) and of_package(type(m), "transformers.")):
-        return Fallback("a base in FP8 that is sharded, hooked or made dense")
-    how = os.environ.get("LIGER_FP8_BLOCKS", "fp8")
-    if how not in _PRODUCTS:
-        raise ValueError(f"LIGER_FP8_BLOCKS must be one of {', '.join(_PRODUCTS)}, got {how!r}")
-    forth, back = _PRODUCTS[how]
-    weight = blocks_of(m, "weight")
-    # a fixed scale of the input, as any other dtype, is for the decoded weight
-    if not (forth and m.activation_scale is None and dtype == torch.bfloat16 and multiplies(w.device)):
-        return weight
-    seen = scale.data_ptr(), scale._version, scale.device
-    kept = _SCALES.get(m)
-    if (kept is None or kept[0] != seen) and not is_recorded(scale):
-        kept = _SCALES[m] = seen, scales_of(weight)
-    return in_float8(weight, kept[1] if kept is not None and kept[0] == seen else None, back)
-
-
-def check_blocks(model: nn.Module) -> None:
-    """``ValueError`` with the name of a layer of a checkpoint in FP8 whose scales cannot be right."""
-    for name, m in model.named_modules():
-        of = m._parameters if in_blocks(m) or experts_in_blocks(m) else {}
-        for part, scale in [(part, of[f"{part}_scale_inv"]) for part in of if f"{part}_scale_inv" in of]:
-            w = of[part]
-            if not (plain(w) and plain(scale) and w.is_floating_point() and w.itemsize == 1):
-                continue  # spread over ranks, or not in FP8
-            try:
-                found = blocks_of(m, part).scale
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-            if not found.is_meta and (wrong := int((~(found.isfinite() & (found >= 0))).sum())):
-                raise ValueError(f"{name}: {part}_scale_inv must be finite and at least 0, got {wrong} other values")
-
-
-def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
-    """The weight of our layers trained in FP8 and of torchao's."""
-    recipe = None
-    if type(m) is LigerFloat8TrainingLinear:
-        recipe = m.recipe
-    elif type(m) is loaded("torchao.float8.float8_linear", "Float8Linear"):
-        recipe = _recipe_of(m.config)
-        if recipe is None or (m.config.emulate and m.weight.is_cuda) or not of_package(type(m), "torchao."):
-            return Fallback("a layer of torchao in FP8 by a config of its own")
-        if m.in_features % 16 or m.out_features % 16 or lacking(m.weight.device):
-            return Fallback("a layer of torchao in FP8 of a shape, or on a device, that cannot multiply so")
-    if recipe is None:
-        return None
-    if dtype not in DTYPES:
-        return Fallback(f"a layer in FP8 beside an input of {dtype}")
-    w, bias = m.weight, m.bias
-    # inside FSDP2 the weight may arrive as the FP8 values that were gathered
-    gathered = type(w) is loaded("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
-    if not (runs_its_class(m) and (plain(w) or gathered) and (bias is None or plain(bias))):
-        return Fallback("a layer in FP8 that is sharded or hooked")
-    if w.dtype != dtype and not torch.is_autocast_enabled(w.device.type):
-        return Fallback(f"a weight of {w.dtype} beside an input of {dtype}")
-    return float8_gathered(w, _gathered_cast) if gathered else trained(w, recipe)
-
-
-def _gathered_cast(w: Any) -> Cast:
-    """What FSDP2 has gathered of a weight of torchao (``enable_fsdp_float8_all_gather``): values
-    that were multiplied by a scale."""
-    return Cast(w._data, w._scale.reciprocal().reshape(()))
-
-
-def gathered_in_fp8(m: Any) -> bool:
-    """Whether FSDP2 will gather the weight of a layer of torchao in FP8."""
-    w = m._parameters.get("weight")
-    waiting = loaded("torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor")
-    return (
-        waiting is not None
-        and is_sharded(w)
-        and type(w.to_local()) is waiting
-        and sum(p.is_shard() for p in w.placements) == 1
-    )
-
-
-# options of torchao's config that do not change the result
-_SAME_RESULT = dict.fromkeys(
-    ("emulate", "force_recompute_fp8_weight_in_bwd", "pad_inner_dim", "enable_fsdp_float8_all_gather"), False
-)
-
-
-@functools.lru_cache(16)
-def _recipe_of(config: Any) -> str | None:
-    """The recipe that a torchao config describes, apart from options that do not change the
-    result; None if it is none of ours."""
-    of = type(config).from_recipe_name
-    same = lambda recipe: dataclasses.replace(config, **_SAME_RESULT) == of(recipe)
-    return next((recipe for recipe in RECIPES if not RECIPES[recipe].blocks and same(recipe)), None)
-
-
-STORAGES: list[Callable[[nn.Module, torch.dtype], Weight | Fallback | None]] = [
-    compressed,  # first, because these are of PyTorch's class
-    _dense,
-    _float8_trained,
-    _four_bits,
-    _float8,
-    _float8_blocks,
-    packed_by_columns,
-]
 # classes of layers without another inside, of which nobody need ask for it
 _ALONE = nn.Linear, LigerFloat8TrainingLinear
 
@@ -312,7 +100,7 @@ def adapted_layer(m: Any, dtype: torch.dtype) -> Projection | Fallback:
     if getattr(m, "fan_in_fan_out", False):
         return Fallback("a base whose weight lies the other way (Conv1D)")
     base, names = m.base_layer, active_adapters(m)
-    weight = _weight(base, dtype)
+    weight = weight_of(base, dtype)
     adapters, magnitude = [], None
     # in the order in which PEFT adds them, for the same rounding
     for name in names:
@@ -365,7 +153,7 @@ def projection(m: Any, dtype: torch.dtype) -> Projection | Fallback:
     # an adapter of another method, such as LoHa or IA3
     if cls not in _ALONE and hasattr(m, "base_layer"):
         return Fallback(f"a layer of class {cls.__module__}.{cls.__name__}")
-    weight = _weight(m, dtype)
+    weight = weight_of(m, dtype)
     return weight if isinstance(weight, Fallback) else Projection(weight, m.bias)
 
 
@@ -507,7 +295,7 @@ def trained_rows(m: Any, dtype: torch.dtype) -> Projection | Fallback | None:
     if not runs_its_class(m) or (m.disable_adapters and m.merged):
         return Fallback("trained tokens with hooks or a forward of their own, or to be taken out")
     # the whole weight as a matrix: rows are exchanged by a product of low rank
-    w = _dense(m.base_layer, dtype)
+    w = dense_weight(m.base_layer, dtype)
     if not isinstance(w, Dense) or w.learnable is None or w.learnable.requires_grad:
         return w if isinstance(w, Fallback) else Fallback("trained tokens of a weight that is no plain frozen one")
     names = list(m.active_adapters)

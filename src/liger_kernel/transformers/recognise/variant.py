@@ -4,8 +4,6 @@ show whether the replacement is right. What all variants ask of tensors and modu
 from __future__ import annotations
 
 import dataclasses
-import sys
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -137,26 +135,6 @@ def unhooked(m: nn.Module) -> bool:
         or own["_backward_pre_hooks"]
         or _has_any_global_hook()
     )
-
-
-class Fallback(str):
-    """The reason why a module runs as it is."""
-
-    __slots__ = ()
-
-
-def loaded(module: str, *path: str) -> Any:
-    """A class of a package, or None if the package is not imported yet."""
-    found = sys.modules.get(module)
-    for name in path:
-        found = getattr(found, name, None)
-    return found
-
-
-def of_package(cls: type, package: str) -> bool:
-    """Whether the forward of ``cls`` comes from ``package``."""
-    forward: Any = getattr(cls, "forward", None)
-    return isinstance(forward, types.FunctionType) and forward.__globals__.get("__name__", "").startswith(package)
 
 
 def runs_its_class(m: nn.Module) -> bool:

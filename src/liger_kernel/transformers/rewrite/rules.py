@@ -1,6 +1,5 @@
 """Forwards whose source is rewritten where one kernel does several of its steps. Every rule is safe
-for every module: the new functions decide at each call, and do what the source did if a kernel
-cannot run.
+for every module: the new functions (``rewrite/joined_steps.py``) decide at each call.
 
 ``NORMS``, steps around a norm: the residual addition before it, or, of the norms of heads, the
 rotation after them. x, n, q, k are names; A and B any expressions:
@@ -60,38 +59,19 @@ What is rewritten of a layer that recomputes cheap values runs in ``with recompu
 from __future__ import annotations
 
 import ast
-import contextvars
-import functools
 import itertools
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import masking_utils
-
 from liger_kernel import memory
-from liger_kernel._private import apply_of, is_alias_of
-from liger_kernel.ops._core.operator import use_kernels
-from liger_kernel.ops.norms.fused_add_rms_norm import LigerFusedAddRMSNormFunction, rms_norm_of_sum
-from liger_kernel.ops.recurrent.log_decay import log_decay
-from liger_kernel.ops.rotary.qk_norm_rope import MAX_D, qk_norm_rope
 from liger_kernel.transformers.recognise.attentions import MAKERS
 from liger_kernel.transformers.recognise.experts import experts
-from liger_kernel.transformers.recognise.projections import linear, shared
-from liger_kernel.transformers.recognise.variant import (
-    LINEARS,
-    NORM_FORMS,
-    ROPE_FORMS,
-    are_numbers,
-    decoding,
-    plain,
-    unhooked,
-)
+from liger_kernel.transformers.recognise.projections import linear
+from liger_kernel.transformers.recognise.variant import LINEARS
+from liger_kernel.transformers.rewrite.joined_steps import add_norm, decays, informed, norm_rope, shared_once
 from liger_kernel.transformers.rewrite.source import (
     Found,
     attribute_of_self,
@@ -109,75 +89,7 @@ ADD_NORM, NORM_ROPE, LAST = "_liger_add_norm", "_liger_norm_rope", "_liger_last"
 RECOMPUTING = "_liger_recomputing"
 
 
-# -- norms: what runs
-
-
-def _form_of(norm: Any, x: Any) -> tuple[float, str, str] | None:
-    """Offset, casting and the name of the attribute with the eps, if ``norm`` is our RMSNorm
-    without hooks or wrappers and kernels can run it on ``x``."""
-    if torch.compiler.is_compiling() or decoding(x) or not plain(x) or not use_kernels(x):
-        return None
-    function = getattr(getattr(norm, "forward", None), "__func__", None)
-    form = NORM_FORMS.get(function) if function is not None and isinstance(norm, nn.Module) else None
-    if form is None or not unhooked(norm) or not are_numbers(getattr(norm, form[2])):
-        return None
-    w = getattr(norm, "weight", None)
-    return form if plain(w) and w.shape == x.shape[-1:] else None
-
-
-def add_norm(norm: Any, a: Any, b: Any = None) -> tuple[Any, Any]:
-    """Return ``(s, norm(s))`` with ``s = a + b``, or ``s = a`` without b."""
-    form = _form_of(norm, a)
-    # rows with other strides may be added in another order, and a separate kernel to recompute them
-    # is not worth it
-    if form is None or not a.shape[-1] or not a.is_contiguous() or not (b is None or _added_as_one(a, b)):
-        s = a if b is None else a + b
-        return s, norm(s)
-    offset, casting, eps = form
-    epsilon, w = getattr(norm, eps), norm.weight
-    # not the public function: what it checks is known here
-    args = a, b, w, epsilon, offset, casting
-    y, s = apply_of(LigerFusedAddRMSNormFunction, args)(*args)
-    memory.declare(y, rms_norm_of_sum, s, w, eps=epsilon, offset=offset, casting=casting)
-    return s, y
-
-
-def _added_as_one(a: Tensor, b: Any) -> bool:
-    return plain(b) and b.is_contiguous() and (b.shape, b.dtype, b.device) == (a.shape, a.dtype, a.device)
-
-
-def norm_rope(
-    q_norm: Any, k_norm: Any, rope: Any, transposed: bool, q: Any, k: Any, cos: Any, sin: Any
-) -> tuple[Any, Any]:
-    """``rope(q_norm(q), k_norm(k), cos, sin)``. ``transposed``: q and k are (B, H, T, D), and
-    the source normalises them before it exchanges dims 1 and 2."""
-    turn = None if torch.compiler.is_compiling() else ROPE_FORMS.get(rope)
-    form = None if turn is None else _form_of(q_norm, q)
-    fits = (
-        form is not None
-        and form == _form_of(k_norm, k)
-        and q.ndim == k.ndim == 4
-        and 0 < q.shape[-1] <= MAX_D
-        and q.dtype == k.dtype
-        and plain(cos)
-        and cos.ndim == 3
-        and cos.shape[0] in (1, q.shape[0])
-        # our kernels would return only a part of the gradient of tables
-        and not ((cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled())
-    )
-    if turn is None or form is None or not fits or getattr(q_norm, form[2]) != getattr(k_norm, form[2]):
-        if transposed:
-            q, k = (norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in ((q_norm, q), (k_norm, k)))
-        else:
-            q, k = q_norm(q), k_norm(k)
-        return rope(q, k, cos, sin)
-    memory.readers_done()  # the projections have read the value
-    (layout, angles, rope_casting), (offset, casting, eps) = turn, form
-    options = dict(eps=getattr(q_norm, eps), offset=offset, casting=casting, layout=layout, rope_casting=rope_casting)
-    return qk_norm_rope(q, k, q_norm.weight, k_norm.weight, angles(cos), angles(sin), **options)
-
-
-# -- norms: where it runs
+# -- norms
 
 # s: the sum, or what is only kept; r: its other name; n: the normed rows. The longest come first
 _RESIDUAL = (
@@ -285,11 +197,6 @@ _STRAIGHT = ast.Assign | ast.AnnAssign | ast.Return | ast.Expr  # statements tha
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 # what is inside of these may not run, or more than once
 _MAYBE = ast.IfExp | ast.BoolOp | ast.Compare | ast.Lambda | _COMPREHENSIONS | ast.NamedExpr | ast.Await
-
-
-def shared_once(x: Any, *modules: Any) -> dict[int, Any]:
-    """``m(x)`` of each module, by index, for ``pop``."""
-    return dict(enumerate(shared(x, *modules)))
 
 
 def rewrite_linears(tree: ast.FunctionDef, methods: frozenset[str]) -> frozenset[str]:
@@ -463,69 +370,10 @@ def _numbers_tokens(tree: ast.FunctionDef) -> bool:
     return known and numbered and all([isinstance(p, ast.Name) and p.id in _POSITIONS for p in passed])
 
 
-# Inside one call of a function that makes masks: whether no row has several documents, and the
-# positions of the batch
-_documents: contextvars.ContextVar[tuple[bool, Tensor] | None] = contextvars.ContextVar("liger_documents", default=None)
-
-
-def informed(make: Callable, given: bool, more: Mapping[str, Any]) -> Callable:
-    """``make``, a function that makes masks, for one call in a model's forward. ``given``: whether
-    the forward was given positions; ``more``: its other arguments.
-
-    Each row has one document, if the model numbers the tokens itself. Some row has several, if
-    ``cu_seq_lens_q`` has more documents than the batch has rows.
-    """
-    if torch.compiler.is_compiling():  # a compiler sees no context
-        return make
-
-    def made(*args: Any, **arguments: Any) -> Any:
-        positions, bounds = arguments.get("position_ids"), more.get("cu_seq_lens_q")
-        several = given and isinstance(bounds, Tensor) and positions is not None and len(bounds) - 1 > len(positions)
-        if positions is None or (given and not several):
-            return make(*args, **arguments)
-        answer_by_documents()
-        token = _documents.set((not several, positions))
-        try:
-            return make(*args, **arguments)
-        finally:
-            _documents.reset(token)
-
-    return made
-
-
-@functools.cache
-def answer_by_documents() -> None:
-    """Let Transformers take its answer from ``_documents``, while that knows these positions."""
-    look = getattr(masking_utils, "find_packed_sequence_indices", None)
-    if look is None:
-        return
-
-    @functools.wraps(look)
-    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
-        known = None if torch.compiler.is_compiling() else _documents.get()
-        # Only for these very positions, of which Transformers passes an expanded alias: another
-        # model that a hook calls meanwhile has its own
-        if known is None or not is_alias_of(position_ids, known[1]):
-            return look(position_ids)
-        if known[0]:
-            return None
-        return (position_ids.diff(prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
-
-    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
-
-
 # -- gates
 
 DECAYS = "_liger_decays"
 _GATE = "g = -self.A_log.float().exp() * F.softplus(A.float() + self.dt_bias)"
-
-
-def decays(a: Any, A_log: Any, dt_bias: Any) -> Any:
-    """What ``_GATE`` computes."""
-    fits = all(map(plain, (a, A_log, dt_bias))) and a.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if not fits or A_log.ndim != 1 or not a.shape[-1:] == A_log.shape == dt_bias.shape:
-        return -A_log.float().exp() * F.softplus(a.float() + dt_bias)
-    return log_decay(a, A_log, dt_bias)
 
 
 def rewrite_gates(tree: ast.FunctionDef) -> bool:
@@ -548,64 +396,58 @@ _HELPERS: dict[str, Any] = {ADD_NORM: add_norm, NORM_ROPE: norm_rope, INFORMED: 
 _HELPERS |= {LINEAR: linear, SHARED: shared_once, EXPERTS: experts}
 _HELPERS |= {RECOMPUTING: memory.recomputing, LAST: memory.last}
 
-# forward, rules, level -> what they make of it, and those of them that find something
-_FUSED: dict[tuple[Callable, frozenset[str], str], tuple[types.FunctionType | None, frozenset[str]]] = {}
+Swaps = tuple[tuple[str, Callable, Callable], ...]  # name of a global, stock, ours
+# forward, rules, level, swaps -> what they make of it, and those of the rules that find something
+_REWRITTEN: dict[tuple[Any, ...], tuple[types.FunctionType | None, frozenset[str]]] = {}
 
 
-def fused(forward: Any, parts: frozenset[str] = frozenset({NORMS}), level: str = "off") -> types.FunctionType | None:
+def fused(
+    forward: Any, parts: frozenset[str] = frozenset({NORMS}), level: str = "off", swaps: Swaps = ()
+) -> types.FunctionType | None:
     """Return ``forward`` rewritten by the rules ``parts``, recomputing as ``level`` says; None if they
-    find nothing, or if its source is not what runs (a wrapper, a closure, a changed function)."""
-    return _fused(forward, parts, level)[0]
+    find nothing, or if its source is not what runs (a wrapper, a closure, a changed function).
+
+    It reads each global of ``swaps`` as ours, while the module has stock under this name. It reads all
+    other globals from the module at each call, so it sees later replacements.
+    """
+    return _rewritten(forward, parts, level, swaps)[0]
 
 
 def parts_in(forward: Any, parts: frozenset[str], level: str = "off") -> frozenset[str]:
     """Those of the rules ``parts`` that find something in ``forward``."""
-    return _fused(forward, parts, level)[1]
+    return _rewritten(forward, parts, level, ())[1]
 
 
-def _fused(forward: Any, parts: frozenset[str], level: str) -> tuple[types.FunctionType | None, frozenset[str]]:
-    if not isinstance(forward, types.FunctionType):
-        return None, frozenset()
-    if (forward, parts, level) not in _FUSED:
-        tree = tree_of(forward) if parts else None
-        found, linears = _rewrite(tree, parts, forward) if tree is not None else (frozenset(), frozenset())
-        if tree is not None and level != "off":
+def _rewritten(
+    forward: Any, parts: frozenset[str], level: str, swaps: Swaps
+) -> tuple[types.FunctionType | None, frozenset[str]]:
+    if (known := _REWRITTEN.get((forward, parts, level, swaps))) is not None:
+        return known
+    tree = tree_of(forward) if parts or swaps else None
+    found, linears = (frozenset(), frozenset()) if tree is None else _rewrite(tree, parts, forward)
+    new = None
+    if tree is not None and (found or swaps):
+        if level != "off":
             (region,) = build(f"with {RECOMPUTING}({level!r}):\n    ...", {})
             region.body, tree.body = tree.body, [region]  # type: ignore[attr-defined]  # a with
-        new = _compiled(forward, tree, {}, linears) if tree is not None and found else None
-        # rules that find nothing change nothing: who asks for the others alone gets the same
-        # function
-        _FUSED[forward, parts, level] = _FUSED[forward, found, level] = new, found
-    return _FUSED[forward, parts, level]
+        new = compiled(forward, tree, _HELPERS, _swap(tree, swaps))
+        if linears:
+            LINEARS[new] = linears, lambda module: None
+    # rules that find nothing change nothing: who asks for the others alone gets the same function
+    _REWRITTEN[forward, parts, level, swaps] = _REWRITTEN[forward, found, level, swaps] = new, found
+    return new, found
 
 
-@functools.cache
-def seeing(
-    forward: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], parts: frozenset[str]
-) -> types.FunctionType | None:
-    """``forward``, rewritten by the rules ``parts``, that reads each global of ``swaps`` (name,
-    stock, ours) as ours, while the module has stock under this name; None as for ``fused``.
-
-    It reads all other globals from the module at each call, so it sees later replacements.
-    """
-    tree = tree_of(forward)
-    if tree is None:
-        return None
-    _, linears = _rewrite(tree, parts, forward)
-    values: dict[str, Any] = {}
+def _swap(tree: ast.FunctionDef, swaps: Swaps) -> dict[str, Callable]:
+    """Let ``tree`` read ours: ``name`` becomes ``(ours if name is stock else name)``. Returns what it
+    then sees besides."""
+    values, expressions = {}, {}
     for name, stock, ours in swaps:
         values |= {f"_liger_stock_{name}": stock, f"_liger_{name}": ours}
-    names = {name for name, *_ in swaps}
-
-    def chosen(node: ast.Name) -> ast.expr:
-        """``name`` becomes ``(ours if name is stock else name)``."""
-        if node.id not in names or not isinstance(node.ctx, ast.Load):
-            return node
-        of = {"name": node.id, "stock": f"_liger_stock_{node.id}", "ours": f"_liger_{node.id}"}
-        (statement,) = build("ours if name is stock else name", of)
-        return statement.value  # type: ignore[attr-defined]  # an expression as a statement
-
-    return _compiled(forward, replace(tree, ast.Name, chosen), values, linears)
+        expressions[name] = f"_liger_{name} if {name} is _liger_stock_{name} else {name}"
+    read = lambda node: node.id in expressions and isinstance(node.ctx, ast.Load)
+    replace(tree, ast.Name, lambda node: ast.parse(expressions[node.id], mode="eval").body if read(node) else node)
+    return values
 
 
 def _rewrite(tree: ast.FunctionDef, parts: frozenset[str], forward: Any) -> tuple[frozenset[str], frozenset[str]]:
@@ -620,12 +462,3 @@ def _rewrite(tree: ast.FunctionDef, parts: frozenset[str], forward: Any) -> tupl
         mark_last(tree.body)  # after the linear layers, which must be found as they are written
     found = {MASKS: masks, NORMS: norms, GATES: gates, PROJECTIONS: bool(linears)}
     return frozenset(part for part, some in found.items() if some), linears
-
-
-def _compiled(
-    forward: types.FunctionType, tree: ast.FunctionDef, values: dict[str, Any], linears: frozenset[str]
-) -> types.FunctionType:
-    new = compiled(forward, tree, _HELPERS, values)
-    if linears:
-        LINEARS[new] = linears, lambda module: None
-    return new

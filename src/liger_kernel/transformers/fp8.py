@@ -34,6 +34,7 @@ from liger_kernel.transformers.quantize import (
     none_is_in_fp8,
     not_plain,
     owners_of_heads,
+    unfit_shape,
 )
 from liger_kernel.transformers.recognise.storages import is_dense
 
@@ -153,7 +154,7 @@ HEAD = "the head, in FP8 as part of the loss"
 
 def reason(name: str, m: nn.Linear, is_head: bool, request: Request) -> str | None:
     """Why a layer is left as it is; None if it is cast."""
-    filter, multiple = request.filter, RECIPES[request.recipe].multiple
+    filter = request.filter
     # Types first: a filter by others' code must not be asked about layers that cannot be cast.
     if not is_dense(m):
         return not_plain(m)
@@ -164,11 +165,7 @@ def reason(name: str, m: nn.Linear, is_head: bool, request: Request) -> str | No
             return "the filter leaves it"
     elif is_head or any(f".{n}." in f".{name}." for n in (*HEADS_AND_ROUTERS, *filter)):
         return "a head, a router, or left by its name"
-    if m.in_features % multiple or m.out_features % multiple:
-        return f"{m.out_features} x {m.in_features} are not multiples of {multiple}"
-    if callable(filter):
-        return None
-    return f"{m.out_features} x {m.in_features} are too few to gain by it" if m.weight.numel() < SMALL else None
+    return unfit_shape(m, RECIPES[request.recipe].multiple, 0 if callable(filter) else SMALL) or None
 
 
 _being_made: contextvars.ContextVar[bool] = contextvars.ContextVar("being_made", default=False)

@@ -92,12 +92,8 @@ def _sorted(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple
             reasons[name] = "a head, a router, or skipped by name"
         elif not is_dense(m):
             reasons[name] = not_plain(m)
-        elif why := _unfit(m.weight, all_trained, holders):
+        elif why := _unfit(m.weight, all_trained, holders) or unfit_shape(m, 16, SMALL):
             reasons[name] = why
-        elif m.in_features % 16 or m.out_features % 16:
-            reasons[name] = f"{m.out_features} x {m.in_features} are not multiples of 16"
-        elif m.weight.numel() < SMALL:
-            reasons[name] = f"{m.out_features} x {m.in_features} are too few to gain by it"
         else:
             names.append(name)
     return names, reasons
@@ -106,6 +102,14 @@ def _sorted(model: nn.Module, skip: tuple[str, ...], all_trained: bool) -> tuple
 def not_plain(m: nn.Module) -> str:
     what = "sharded, hooked, quantised, or with a forward of its own"
     return f"a {type(m).__name__} that is not a plain nn.Linear: {what}"
+
+
+def unfit_shape(m: nn.Linear, multiple: int, least: int) -> str:
+    """Why a layer of this shape is not in FP8; empty if nothing is against it."""
+    shape = f"{m.out_features} x {m.in_features}"
+    if m.in_features % multiple or m.out_features % multiple:
+        return f"{shape} are not multiples of {multiple}"
+    return f"{shape} are too few to gain by it" if m.weight.numel() < least else ""
 
 
 def _unfit(p: Tensor, all_trained: bool, holders: Counter[int]) -> str:

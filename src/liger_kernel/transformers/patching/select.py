@@ -106,20 +106,11 @@ def _named_as(function: Any, stock: Callable) -> Callable:
     return function
 
 
-def _with_steps(forward: Callable, parts: Parts, level: str) -> Callable:
-    """``forward`` rewritten by the rules ``parts``, recomputing cheap values as ``level`` says."""
-    change = lambda inner: rules.fused(inner, parts, level) or memory.rematerialised(inner, level)
-    return _calling_as(rules.fused(core(forward), parts, level) or forward, within(forward, change))
-
-
-@functools.cache
-def _seeing(
-    function: types.FunctionType, swaps: tuple[tuple[str, Callable, Callable], ...], parts: Parts
-) -> Callable | None:
-    """``function`` that reads each global (name, stock, ours) as ours, rewritten by the rules
-    ``parts``; None if its source is not available."""
-    inner = rules.fused(core(function), parts, swaps=swaps)
-    return inner and _calling_as(inner, ours(within(function, lambda f: inner)))
+def _rewritten(forward: Callable, parts: Parts, level: str = "off", swaps: rules.Swaps = ()) -> Callable:
+    """``forward``, maybe in wrappers, rewritten by the rules ``parts``: see ``rules.fused``."""
+    inner = core(forward)
+    new = rules.fused(inner, parts, level, swaps) or memory.rematerialised(inner, level)
+    return _calling_as(new, within(forward, lambda _: new))
 
 
 def _rules(norms: Any, parts: Mapping[str, Any], head: str | None) -> Parts:
@@ -218,7 +209,7 @@ def _of_steps(
             # norms of heads run together with their rotation, in a forward that rotates
             found = rules.parts_in(inner, wanted if ropes & set(inner.__code__.co_names) else wanted - {NORMS})
         label = _both(*(names[part] for part in names if part in found), f"rematerialised({level})" * (level != "off"))
-        new = made(_with_steps, stock, found, level) if found or level != "off" else stock
+        new = made(_rewritten, stock, found, level) if found or level != "off" else stock
         if cls in plain and not _is_foreign(stock):
             new, label = made(tiled, new, tiles), _both(label, "tiled")
         if new is not stock:
@@ -420,11 +411,12 @@ def _methods_seeing(cls: type, functions: list[Patch], fuse: Parts) -> Iterator[
                 readers.setdefault((attribute, method), []).append(p)
     for (attribute, method), patches in readers.items():
         swaps = tuple((p.attribute, original(p.owner, p.attribute), p.new) for p in patches)
-        if (new := _seeing(method, swaps, fuse)) is not None:
-            yield attribute, Patch(cls, attribute, new, tuple(dict.fromkeys(p.label for p in patches)))
-        else:
+        if rules.fused(core(method), fuse, swaps=swaps) is None:
             names_of = ", ".join(dict.fromkeys(p.attribute for p in patches))
             warn_once(f"{cls.__name__}: {attribute}: its source cannot be read, so {names_of} is not patched there")
+            continue
+        new = made(_rewritten, method, fuse, "off", swaps)
+        yield attribute, Patch(cls, attribute, new, tuple(dict.fromkeys(p.label for p in patches)))
 
 
 def on_instance(m: nn.Module, p: Patch) -> list[Patch]:

@@ -78,8 +78,8 @@ def _apply(model_type: str, given: Mapping[str, Any], model: nn.Module | None) -
     # Before the patch: a refused request must leave the model as it was.
     if in_fp8:
         fp8.convert(model, in_fp8)
-    if why := keep_packed(model):
-        warn_once(why)
+    if not_kept := keep_packed(model):
+        warn_once(not_kept)
     done = found.apply()
     if options.batch_invariant:
         _hold(model, done)

@@ -359,5 +359,5 @@ MLP_NAMES = """
     c_fc c_proj act
     dense_h_to_4h dense_4h_to_h act
 """
-GLUS = [GLU(*names.split(), form) for names in GLU_NAMES.strip().splitlines() for form in GLU_FORMS]
+GLUS = [GLU(*names.split(), form=form) for names in GLU_NAMES.strip().splitlines() for form in GLU_FORMS]
 MLPS = [MLP(*names.split()) for names in MLP_NAMES.strip().splitlines()]

@@ -80,15 +80,24 @@ def is_dense(m: Any) -> bool:
     return plain(m.weight) and (bias is None or plain(bias))
 
 
+def _is_whole(m: nn.Module, *tensors: Any) -> bool:
+    """Whether a call of ``m`` runs its class and no hooks, and those of these tensors that there are
+    are plain."""
+    return runs_its_class(m) and all(t is None or plain(t) for t in tensors)
+
+
+def _beside(w: Tensor, dtype: torch.dtype) -> Fallback | None:
+    """Why a weight is not multiplied by inputs of this dtype: stock raises, or the base casts by itself."""
+    alike = w.dtype == dtype or torch.is_autocast_enabled(w.device.type)
+    return None if alike else Fallback(f"a weight of {w.dtype} beside an input of {dtype}")
+
+
 def dense_weight(m: nn.Module, dtype: torch.dtype) -> Weight | Fallback | None:
     if type(m) is not nn.Linear:
         return None
     if not is_dense(m):
         return Fallback("a base that is sharded, hooked or quantised, or has a forward of its own")
-    # stock raises for this, or the base casts by itself
-    if m.weight.dtype != dtype and not torch.is_autocast_enabled(m.weight.device.type):
-        return Fallback(f"a weight of {m.weight.dtype} beside an input of {dtype}")
-    return dense(m.weight)
+    return _beside(m.weight, dtype) or dense(m.weight)
 
 
 def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
@@ -99,7 +108,7 @@ def _four_bits(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
         return None
     state = getattr(m.weight, "quant_state", None)
     if (
-        not (runs_its_class(m) and of_package(type(m), "bitsandbytes.") and (m.bias is None or plain(m.bias)))
+        not (_is_whole(m, m.bias) and of_package(type(m), "bitsandbytes."))
         or state is None
         or getattr(state, "packing_format_for_cpu", False)
     ):
@@ -116,7 +125,7 @@ def _float8(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
     """The weight of our frozen FP8 layers."""
     if type(m) is not LigerFloat8Linear:
         return None
-    if not (runs_its_class(m) and plain(m.float8) and plain(m.float8_scale) and (m.bias is None or plain(m.bias))):
+    if not _is_whole(m, m.float8, m.float8_scale, m.bias):
         return Fallback("a sharded or hooked base in FP8")
     # without gradients the copy for the backward need not be made
     return m.stored(backward=torch.is_grad_enabled())
@@ -154,9 +163,8 @@ _PRODUCTS = {"fp8": (True, True), "forward": (True, False), "decoded": (False, F
 def _float8_blocks(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
     if not in_blocks(m):
         return None
-    w, scale, bias = m.weight, m.weight_scale_inv, m.bias
-    whole = w.itemsize == 1 and all(plain(t) for t in (w, scale, bias) if t is not None)
-    if not (whole and runs_its_class(m) and of_package(type(m), "transformers.")):
+    w, scale = m.weight, m.weight_scale_inv
+    if not (w.itemsize == 1 and _is_whole(m, w, scale, m.bias) and of_package(type(m), "transformers.")):
         return Fallback("a base in FP8 that is sharded, hooked or made dense")
     how = os.environ.get("LIGER_FP8_BLOCKS", "fp8")
     if how not in _PRODUCTS:
@@ -188,14 +196,12 @@ def _float8_trained(m: Any, dtype: torch.dtype) -> Weight | Fallback | None:
         return None
     if dtype not in DTYPES:
         return Fallback(f"a layer in FP8 beside an input of {dtype}")
-    w, bias = m.weight, m.bias
+    w = m.weight
     # inside FSDP2 the weight may arrive as the FP8 values that were gathered
     gathered = type(w) is loaded("torchao.float8.float8_training_tensor", "Float8TrainingTensor")
-    if not (runs_its_class(m) and (plain(w) or gathered) and (bias is None or plain(bias))):
+    if not _is_whole(m, None if gathered else w, m.bias):
         return Fallback("a layer in FP8 that is sharded or hooked")
-    if w.dtype != dtype and not torch.is_autocast_enabled(w.device.type):
-        return Fallback(f"a weight of {w.dtype} beside an input of {dtype}")
-    return float8_gathered(w, _gathered_cast) if gathered else trained(w, recipe)
+    return _beside(w, dtype) or (float8_gathered(w, _gathered_cast) if gathered else trained(w, recipe))
 
 
 def _gathered_cast(w: Any) -> Cast:
@@ -347,7 +353,7 @@ def packed_by_columns(m: Any, dtype: torch.dtype) -> PackedWeight | Fallback | N
     if not (gptq or is_one_of(_AWQ)):
         return Fallback(f"a {type(m).__name__}, whose order of values is its kernel's")
     parts = [held.get(name) for name in ("qweight", "qzeros", "scales", "g_idx", "bias")]
-    if not (runs_its_class(m) and of_package(type(m), "gptqmodel.") and all(plain(t) for t in parts if t is not None)):
+    if not (_is_whole(m, *parts) and of_package(type(m), "gptqmodel.")):
         return Fallback(f"a {type(m).__name__} that is sharded or hooked")
     if getattr(m, "adapter", None) is not None or getattr(m, "planar", False):
         return Fallback(f"a {type(m).__name__} with an adapter of its own, or with bits in planes")

@@ -441,7 +441,8 @@ def _rewritten(
 def _swap(tree: ast.FunctionDef, swaps: Swaps) -> dict[str, Callable]:
     """Let ``tree`` read ours: ``name`` becomes ``(ours if name is stock else name)``. Returns what it
     then sees besides."""
-    values, expressions = {}, {}
+    values: dict[str, Callable] = {}
+    expressions: dict[str, str] = {}
     for name, stock, ours in swaps:
         values |= {f"_liger_stock_{name}": stock, f"_liger_{name}": ours}
         expressions[name] = f"_liger_{name} if {name} is _liger_stock_{name} else {name}"

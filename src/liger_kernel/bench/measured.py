@@ -31,14 +31,14 @@ class Passing:
     """Another implementation, which has its own parameters.
 
     ``function``: a function, or the name of one in the package's module. ``names``: the arguments
-    of our operator that it takes, in its order; ``weight=w`` passes w as ``weight``. For a case
-    that sets another argument, there is none: ``NotImplementedError``, except for those in
-    ``ignored``, which do not change what is computed. ``prepare`` changes the arguments that are
-    passed, and is not timed.
+    of our operator that it takes, in its order; ``weight=w`` passes w as ``weight``; by default, its
+    parameters of these names. For a case that sets another argument, there is none:
+    ``NotImplementedError``, except for those in ``ignored``, which do not change what is computed.
+    ``prepare`` changes the arguments that are passed, and is not timed.
     """
 
     function: Callable[..., Any] | str
-    names: str
+    names: str = ""
     ignored: str = ""
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
@@ -46,7 +46,9 @@ class Passing:
         """The implementation as a function of arguments that its attribute ``prepare`` has made of
         the operator's. A package's takes its module first."""
         defaults = {p.name: p.default for p in inspect.signature(op.fn).parameters.values()}
-        passed = [each.rpartition("=")[::2] for each in self.names.split()]
+        function: Any = self.function
+        names = self.names.split() or [name for name in inspect.signature(function).parameters if name in defaults]
+        passed = [each.rpartition("=")[::2] for each in names]
         known = {ours for _, ours in passed} | {*self.ignored.split()}
 
         def prepare(args: dict[str, Any]) -> dict[str, Any]:
@@ -59,9 +61,9 @@ class Passing:
         def call(*module: Any, **args: Any) -> Any:
             by_position = [args[ours] for theirs, ours in passed if not theirs]
             by_name = {theirs: args[ours] for theirs, ours in passed if theirs}
-            if isinstance(self.function, str):
-                return getattr(module[0], self.function)(*by_position, **by_name)
-            return self.function(*module, *by_position, **by_name)
+            if isinstance(function, str):
+                return getattr(module[0], function)(*by_position, **by_name)
+            return function(*module, *by_position, **by_name)
 
         vars(call)["prepare"] = prepare
         return call

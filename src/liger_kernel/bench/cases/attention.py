@@ -11,7 +11,6 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 
 from liger_kernel.bench.measured import Measured, Passing, real, timed
 from liger_kernel.extra.neighborhood_attention import _qkv as neighbors
-from liger_kernel.extra.sparsemax import reference
 from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.attention.sink_attention import _heads as heads
 
@@ -52,7 +51,7 @@ ATTENTION = {
             timed("heads-128", **neighbors(2, 32, 8192, 128), kernel_size=63, dilation=2),
         ],
         rivals={
-            "torch": Passing(_neighborhood_attention_sdpa, "q k v kernel_size dilation scale"),
+            "torch": Passing(_neighborhood_attention_sdpa),
             "upstream": Passing("liger_fused_neighborhood_attention", "q k v kernel_size dilation scale"),
         },
     ),
@@ -63,7 +62,7 @@ ATTENTION = {
             timed("granite", **heads(4, 32, 8, 2048, 128)),
             timed("gpt-oss-20b-long", **heads(1, 64, 8, 16384, 64)),
         ],
-        rivals={"torch": Passing(_sink_attention_flex, "q k v sinks window scale")},
+        rivals={"torch": Passing(_sink_attention_flex)},
     ),
     "softmax": Measured(
         cases=[
@@ -78,7 +77,7 @@ ATTENTION = {
     ),
     "sparsemax": Measured(
         cases=[real("llama2-vocab", x=T((2048, 32000))), real("llama3-vocab", x=T((1024, 128256)))],
-        rivals={"torch": Passing(reference, "x dim=dim"), "upstream": "x dim"},
+        rivals={"upstream": "x dim"},
         sweeps={"columns": ((128, 1024, 4096, 16384, 32768, 131072), lambda n: dict(x=T(((1 << 26) // n, n))))},
     ),
 }

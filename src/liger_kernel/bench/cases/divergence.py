@@ -13,7 +13,7 @@ from liger_kernel.bench.measured import Measured, Passing, real, timed
 from liger_kernel.ops._core.operator import T
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.divergence.by_element import jsd_kind, log_probs, probs
-from liger_kernel.ops.losses.divergence.linear_divergence import _heads as heads, _topk as topk, reference
+from liger_kernel.ops.losses.divergence.linear_divergence import _heads as heads, _topk as topk
 from liger_kernel.ops.losses.divergence.logit_divergence import _pair as pair
 
 VOCABULARIES = (16384, 32768, 65536, 131072)
@@ -28,18 +28,13 @@ def _jsd_torch(log_q, log_p, beta, reduction):
     return beta * kl(log_p) + (1 - beta) * kl(log_q)
 
 
-def _linear_divergence_upstream(functional, *tensors, kind, beta, ignore_index, temperature, accum_dtype):
-    if kind == "tvd" or tensors[2] is None:
+def _linear_divergence_upstream(
+    functional, x, w, teacher_x, teacher_w, target, kind, beta, ignore_index, temperature, accum_dtype
+):
+    if kind == "tvd" or teacher_x is None:
         raise NotImplementedError
-    return functional.liger_fused_linear_jsd(
-        *tensors, BETAS.get(kind, beta), ignore_index=ignore_index, temperature=temperature, accum_dtype=accum_dtype
-    )
-
-
-def _linear_divergence_torch(x, w, teacher_x, *tensors, **options):
-    if teacher_x is None:
-        raise NotImplementedError
-    return reference(x, w, teacher_x, *tensors, **options)
+    how = dict(ignore_index=ignore_index, temperature=temperature, accum_dtype=accum_dtype)
+    return functional.liger_fused_linear_jsd(x, w, teacher_x, teacher_w, target, BETAS.get(kind, beta), **how)
 
 
 def _logit_divergence_torch(student, teacher, kind, temperature, reduction):
@@ -74,10 +69,7 @@ DIVERGENCES = {
             timed("llama2", **_logs(8192, 32000)),
             timed("few-rows", **_logs(16, 128256)),
         ],
-        rivals={
-            "torch": Passing(_jsd_torch, "log_q log_p beta reduction"),
-            "upstream": "log_q log_p shift_labels beta ignore_index",
-        },
+        rivals={"torch": Passing(_jsd_torch), "upstream": "log_q log_p shift_labels beta ignore_index"},
         sweeps={"vocabulary": (VOCABULARIES, lambda v: _logs(4096, v))},
     ),
     "kl_div": Measured(
@@ -142,18 +134,7 @@ DIVERGENCES = {
                 kind="forward_kl",
             ),
         ],
-        rivals={
-            "torch": Passing(
-                _linear_divergence_torch,
-                "x w teacher_x teacher_w target bias teacher_bias kind=kind beta=beta temperature=temperature "
-                "weight_hard=weight_hard weight_soft=weight_soft",
-            ),
-            "upstream": Passing(
-                _linear_divergence_upstream,
-                "x w teacher_x teacher_w target kind=kind beta=beta ignore_index=ignore_index temperature=temperature "
-                "accum_dtype=accum_dtype",
-            ),
-        },
+        rivals={"upstream": Passing(_linear_divergence_upstream)},
     ),
     "logit_divergence": Measured(
         cases=[
@@ -166,12 +147,8 @@ DIVERGENCES = {
             real("mutual-kl", **pair(1024, 32000), kind="reverse_kl"),
         ],
         rivals={
-            "torch": Passing(
-                _logit_divergence_torch, "student teacher kind temperature reduction", ignored="beta ignore_index"
-            ),
-            "upstream": Passing(
-                _logit_divergence_upstream, "student teacher shift_labels kind beta temperature ignore_index"
-            ),
+            "torch": Passing(_logit_divergence_torch, ignored="beta ignore_index"),
+            "upstream": Passing(_logit_divergence_upstream),
         },
         sweeps={"vocabulary": ((*VOCABULARIES, 262144), lambda v: pair(2048, v, grad=False))},
     ),

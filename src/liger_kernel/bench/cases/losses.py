@@ -83,7 +83,7 @@ LOSSES = {
             real("mixtral-8x7b", **router(8192, 8, 2)),
             real("qwen3-next-80b", **router(8192, 512, 10)),
         ],
-        rivals={"torch": Passing(_expert_load_torch, "logits index weight")},
+        rivals={"torch": Passing(_expert_load_torch)},
         sweeps={"tokens": ((1024, 4096, 16384, 65536), lambda n: router(n, 128, 8))},
     ),
     "linear_cross_entropy": Measured(

@@ -27,28 +27,17 @@ def _published(name: str) -> Any:
     return getattr(importlib.import_module("liger_kernel.ops"), name)
 
 
-def _mlp_upstream(functional, x, *weights_and_multipliers):
-    y = _published("LigerMLPFunction").apply(x.reshape(1, -1, x.shape[-1]), *weights_and_multipliers)
-    return y.reshape(x.shape)
+def _mlp_upstream(functional, x, gate, up, down, gate_multiplier, down_multiplier):
+    rows = x.reshape(1, -1, x.shape[-1])
+    return _published("LigerMLPFunction").apply(rows, gate, up, down, gate_multiplier, down_multiplier).reshape(x.shape)
 
 
-def _moe_upstream(functional, *args):
-    return _published("LigerFusedMoEFunction").apply(*args)
+def _moe_upstream(functional, x, gate_up, down, topk_index, topk_weight):
+    return _published("LigerFusedMoEFunction").apply(x, gate_up, down, topk_index, topk_weight)
 
 
 def _moe_torch(
-    x,
-    gate_up,
-    down,
-    topk_index,
-    topk_weight,
-    gate_up_bias=None,
-    down_bias=None,
-    act="silu",
-    interleaved=False,
-    alpha=1.0,
-    limit=None,
-    offset=0.0,
+    x, gate_up, down, topk_index, topk_weight, gate_up_bias, down_bias, act, interleaved, alpha, limit, offset
 ):
     """The experts as transformers computes them with ``experts_implementation="grouped_mm"``."""
     K = topk_index.shape[1]
@@ -65,13 +54,6 @@ def _moe_torch(
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     return y[inverse].view(*topk_index.shape, -1).sum(1).to(x.dtype)
-
-
-def _lora_moe_peft(x, gate_up, down, topk_index, topk_weight, gate_up_a, gate_up_b, down_a, down_b, scale):
-    """The sum of weights and adapters, multiplied by transformers' ``grouped_mm``, as PEFT does."""
-    gate_up = torch.baddbmm(gate_up, gate_up_b, gate_up_a, alpha=scale)
-    down = torch.baddbmm(down, down_b, down_a, alpha=scale)
-    return _moe_torch(x, gate_up, down, topk_index, topk_weight)
 
 
 def _frozen(args: dict) -> dict:
@@ -100,11 +82,6 @@ PROJECTIONS = {
             real("qwen3-30b-a3b", **lora_moe(8192, 8, 2048, 768, 128, 16)),
             timed("mixtral-8x7b", **lora_moe(4096, 2, 4096, 14336, 8, 16)),
         ],
-        rivals={
-            "peft": Passing(
-                _lora_moe_peft, "x gate_up down topk_index topk_weight gate_up_a gate_up_b down_a down_b scale"
-            )
-        },
         sweeps={"rank": ((8, 16, 32, 64, 128), lambda r: lora_moe(8192, 8, 2048, 768, 128, r))},
     ),
     "mlp": Measured(
@@ -113,7 +90,7 @@ PROJECTIONS = {
             real("llama3-8b", **mlp((8192,), 4096, 14336)),
             timed("qwen3-0.6b", **mlp((16384,), 1024, 3072)),
         ],
-        rivals={"upstream": Passing(_mlp_upstream, "x gate up down gate_multiplier down_multiplier")},
+        rivals={"upstream": Passing(_mlp_upstream)},
     ),
     "moe": Measured(
         cases=[
@@ -128,15 +105,8 @@ PROJECTIONS = {
             ),
         ],
         rivals={
-            "torch": Passing(
-                _moe_torch,
-                "x gate_up down topk_index topk_weight gate_up_bias down_bias act interleaved alpha limit offset",
-            ),
-            "upstream": Passing(
-                _moe_upstream,
-                "x gate_up down topk_index topk_weight",
-                prepare=lambda args: args | {"topk_index": args["topk_index"].int()},
-            ),
+            "torch": Passing(_moe_torch),
+            "upstream": Passing(_moe_upstream, prepare=lambda args: args | {"topk_index": args["topk_index"].int()}),
         },
         sweeps={"tokens": ((1024, 2048, 4096, 8192, 16384, 32768), lambda n: routed(n, 8, 2048, 768, 128))},
     ),

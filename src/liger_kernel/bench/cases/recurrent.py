@@ -64,19 +64,15 @@ RECURRENT = {
             real("lfm2", **channels(4, 2048, 2048, W=3), **gates(4, 2048, 2048)),
             timed("qwen3-next-long", **channels(1, 32768, 8192), act="silu"),
         ],
-        rivals={"torch": Passing(_causal_conv1d_torch, "x w act")},
+        rivals={"torch": Passing(_causal_conv1d_torch)},
     ),
     "gated_delta_rule": Measured(
-        cases=_of_rule("qwen3-next", heads, 16, 32, 128, 128),
-        rivals={"torch": Passing(_gated_delta_rule_torch, "q k v g beta qk_l2norm")},
+        cases=_of_rule("qwen3-next", heads, 16, 32, 128, 128), rivals={"torch": Passing(_gated_delta_rule_torch)}
     ),
-    "kda": Measured(
-        cases=_of_rule("kimi-linear", kda_heads, 32, 128, 128),
-        rivals={"torch": Passing(_kda_torch, "q k v g beta qk_l2norm")},
-    ),
+    "kda": Measured(cases=_of_rule("kimi-linear", kda_heads, 32, 128, 128), rivals={"torch": Passing(_kda_torch)}),
     "log_decay": Measured(
         cases=[real("kimi-linear", **gates_of(8192, 4096, H=32)), timed("qwen3-next", **gates_of(8192, 32, H=32))],
-        rivals={"torch": Passing(_log_decay_torch, "a A_log dt_bias")},
+        rivals={"torch": Passing(_log_decay_torch)},
     ),
     "ssd": Measured(
         cases=[
@@ -86,6 +82,6 @@ RECURRENT = {
             timed("nemotron-h", **scanned(4, 2048, 128, 64, 8, 128)),
             timed("nemotron-h-8k", **scanned(1, 8192, 128, 64, 8, 128)),
         ],
-        rivals={"torch": Passing(_ssd_torch, "x dt A B C D dt_bias dt_softplus")},
+        rivals={"torch": Passing(_ssd_torch)},
     ),
 }

@@ -12,8 +12,8 @@ from liger_kernel.ops._core.operator import T
 FP32 = torch.float32
 
 
-def _attn_res_upstream(functional, v, *tensors_and_eps):
-    return functional.liger_attn_res(v.movedim(-2, 0), *tensors_and_eps)
+def _attn_res_upstream(functional, v, w_query, w_norm, eps):
+    return functional.liger_attn_res(v.movedim(-2, 0), w_query, w_norm, eps)
 
 
 def _mhc_coeffs_upstream(functional, x, phi, b, *alphas, **options):
@@ -24,7 +24,7 @@ def _mhc_coeffs_upstream(functional, x, phi, b, *alphas, **options):
 RESIDUALS = {
     "attn_res": Measured(
         cases=[real("kimi", **blocks(8192, 8, 4096)), real("wide", **blocks(1024, 12, 8192))],
-        rivals={"upstream": Passing(_attn_res_upstream, "v w_query w_norm eps")},
+        rivals={"upstream": Passing(_attn_res_upstream)},
     ),
     "mhc_coeffs": Measured(
         cases=[

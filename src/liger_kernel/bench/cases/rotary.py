@@ -18,8 +18,8 @@ def _projected(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(B, T, H, D, dtype=dtype).transpose(1, 2)
 
 
-def _qk_norm_rope_upstream(functional, q, k, wq, wk, cos, sin, *how):
-    q, k = functional.liger_rms_norm(q, wq, *how), functional.liger_rms_norm(k, wk, *how)
+def _qk_norm_rope_upstream(functional, q, k, wq, wk, cos, sin, eps, offset, casting):
+    q, k = (functional.liger_rms_norm(x, w, eps, offset, casting) for x, w in ((q, wq), (k, wk)))
     return functional.liger_rope(q, k, cos, sin)
 
 
@@ -36,11 +36,7 @@ ROTARY = {
             real("gemma3-4b", **normed(1, 8, 4, 4096, 256, 128, _projected, offset=1.0, casting="gemma")),
             real("glm4.5-air", **normed(1, 96, 8, 2048, 128, 32, _projected)),
         ],
-        rivals={
-            "upstream": Passing(
-                _qk_norm_rope_upstream, "q k wq wk cos sin eps offset casting", "rope_casting", prepare=_doubled
-            )
-        },
+        rivals={"upstream": Passing(_qk_norm_rope_upstream, ignored="rope_casting", prepare=_doubled)},
     ),
     "rope": Measured(
         cases=[

@@ -58,6 +58,7 @@ from liger_kernel.ops.projections.float8 import E4
 from liger_kernel.ops.projections.four_bits import four_bits
 from liger_kernel.ops.projections.linear import linears
 from liger_kernel.ops.projections.packed_weights import NVFP4, integer_rows, nvfp4_rows
+from liger_kernel.ops.projections.weights import Weight
 from liger_kernel.parallel import MODES, ULYSSES, layers_of, ulysses
 from liger_kernel.parallel.distributed import DTensor
 from liger_kernel.train.adamw import BLOCK, KINDS, LEAST
@@ -107,37 +108,26 @@ class Peak:
 
 
 class _How(NamedTuple):
-    """How a step is made."""
+    """How a step is made: on one of ``world`` ranks with a GPU each.
+
+    ``arch``: a key of ``TARGETS``. ``optimizer``: that of the config, or "sgd", which has no
+    states. ``ignored``: the part of the targets that does not count. ``reduce_dtype``: in which
+    FSDP2 reduces gradients.
+    """
 
     config: TrainConfig
     precision: str
     world: int = 1
     arch: str = "sm90"
-    optimizer: str = "adamw"
+    optimizer: str | None = None
     ignored: float = 0.0
     reduce_dtype: torch.dtype | None = torch.float32
 
 
-def simulated(
-    form: Any,
-    config: TrainConfig,
-    precision: str,
-    *,
-    world: int = 1,
-    arch: str = "sm90",
-    optimizer: str | None = None,
-    ignored: float = 0.0,
-    reduce_dtype: torch.dtype | None = torch.float32,
-    cpu_memory: float = math.inf,
-) -> Peak:
-    """The peak of one rank's step of ``config``, of ``world`` ranks with a GPU each, with a model
-    of the transformers configuration ``form``.
-
-    ``arch``: a key of ``TARGETS``. ``optimizer``: that of the config, or "sgd", which has no
-    states. ``ignored``: the part of the targets that does not count. ``reduce_dtype``: in which
-    FSDP2 reduces gradients. ``cpu_memory``: bytes that the rank may use. Raises ``UserError`` for
-    what cannot be simulated.
-    """
+def simulated(form: Any, config: TrainConfig, precision: str, *, cpu_memory: float = math.inf, **more: Any) -> Peak:
+    """The peak of one rank's step of ``config`` with a model of the transformers configuration
+    ``form``. ``more``: fields of ``_How``. ``cpu_memory``: bytes that the rank may use. Raises
+    ``UserError`` for what cannot be simulated."""
     if config.quantize == "int8" or (config.quantize and config.kernels == "off"):
         raise UserError(
             f"the memory of quantize {config.quantize}{' with kernels off' if config.quantize != 'int8' else ''} is "
@@ -145,9 +135,8 @@ def simulated(
         )
     if config.parallel not in MODES:
         raise UserError(f"the memory of parallel {config.parallel} is not known: DeepSpeed holds the weights")
-    step = functools.partial(
-        _phases, how=_How(config, precision, world, arch, optimizer or config.optimizer, ignored, reduce_dtype)
-    )
+    how = _How(config, precision, **more)
+    step = functools.partial(_phases, how=how)
     text = form.get_text_config()
     layers, some = text.num_hidden_layers, SHORT
     # so many layers' inputs can be on their way to the CPU or back at a time; a cut model must have
@@ -172,7 +161,9 @@ def simulated(
             phases[name]["activations"] += stay
     phase, parts = max(phases.items(), key=lambda found: sum(found[1].values()))
     return Peak(
-        parts | {"libraries": parts["libraries"] + workspaces(arch)}, phase, {what: n for what, n in cpu.items() if n}
+        parts | {"libraries": parts["libraries"] + workspaces(how.arch)},
+        phase,
+        {what: n for what, n in cpu.items() if n},
     )
 
 
@@ -255,9 +246,9 @@ def _step(model: Any, how: _How, spread: Callable, meter: _Meter, words: tuple[i
     if config.quantize == "fp8":
         quantize_fp8(model)
     elif config.quantize:
-        _replaced(model, _FourBits)
+        _replaced(model, _in_four_bits)
     elif config.lora and words:
-        _replaced(model, functools.partial(_InWords, how=words))
+        _replaced(model, functools.partial(_in_words, how=words))
     replica = spread(model)
     for bucket in getattr(replica, "buckets", ()):
         meter.call(bucket, "gradients")
@@ -271,7 +262,11 @@ def _step(model: Any, how: _How, spread: Callable, meter: _Meter, words: tuple[i
         if config.optimizer_in_backward:
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     meter.begin("optimizer")
-    states = [] if config.optimizer_on_cpu else [t for p in trained for t in _states(local(p), how.optimizer)]
+    states = (
+        []
+        if config.optimizer_on_cpu
+        else [t for p in trained for t in _states(local(p), how.optimizer or config.optimizer)]
+    )
     meter.begin("activations")
     ids = torch.zeros(config.batch, config.length, dtype=torch.int64)
     with _marks(layers_of(model), meter):
@@ -503,7 +498,7 @@ def _as_on_a_gpu(arch: str, ignored: float) -> Iterator[_Meter]:
             (torch.UntypedStorage, "resize_", meter.resizing(torch.UntypedStorage.resize_)),
             # it would read the values of positions
             (masks, "find_packed_sequence_indices", lambda *args, **kwargs: None),
-            (storages, "STORAGES", [_read, *storages.STORAGES]),
+            (storages, "STORAGES", [lambda m, _: m.stored if type(m) is _StandIn else None, *storages.STORAGES]),
             (ulysses, "_attention_of", heads_of),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
@@ -540,49 +535,32 @@ class _Copies:
 class _StandIn(nn.Module):
     """Of a linear layer that is quantised; without adapters its weight is dense for one product."""
 
-    bias: Tensor | None
+    def __init__(self, linear: nn.Linear, stored: Weight):
+        super().__init__()
+        (self.out_features, self.in_features), self.bias, self.stored = linear.weight.shape, linear.bias, stored
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = projections.product_dtype(x)
-        return linears(x, [Projection(_read(self, dtype), self.bias)])[0]
+        return linears(x, [Projection(self.stored, self.bias)])[0]
 
 
-class _FourBits(_StandIn):
-    """Stands in for a linear layer of bitsandbytes in NF4 with double quantisation."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        n, (self.out_features, self.in_features) = linear.weight.numel(), linear.weight.shape
-        self.bias = linear.bias
-        fp32 = functools.partial(torch.empty, dtype=torch.float32)
-        blocks = -(-n // 64)
-        self.packed, absmax = torch.empty(n // 2, dtype=torch.uint8), torch.empty(blocks, dtype=torch.uint8)
-        nested = types.SimpleNamespace(absmax=fp32(-(-blocks // 256)), code=fp32(256), blocksize=256)
-        of = dict(dtype=linear.weight.dtype, shape=linear.weight.shape, blocksize=64, absmax=absmax)
-        self.state = types.SimpleNamespace(**of, code=fp32(16), offset=fp32(()), state2=nested)
+def _in_four_bits(w: Tensor) -> Weight:
+    """As bitsandbytes stores it in NF4 with double quantisation."""
+    fp32, uint8 = (functools.partial(torch.empty, dtype=dtype) for dtype in (torch.float32, torch.uint8))
+    blocks = -(-w.numel() // 64)
+    nested = types.SimpleNamespace(absmax=fp32(-(-blocks // 256)), code=fp32(256), blocksize=256)
+    of = dict(dtype=w.dtype, shape=w.shape, blocksize=64, absmax=uint8(blocks), code=fp32(16))
+    return four_bits(uint8(w.numel() // 2), types.SimpleNamespace(**of, offset=fp32(()), state2=nested))
 
 
-class _InWords(_StandIn):
-    """Stands in for a linear layer of a checkpoint in packed integers or NVFP4."""
-
-    def __init__(self, linear: nn.Linear, how: tuple[int, int, bool]):
-        super().__init__()
-        (bits, group, of_floats), (N, K) = how, linear.weight.shape
-        self.out_features, self.in_features, self.bias = N, K, linear.bias
-        if of_floats:
-            of = torch.empty(N, K // NVFP4, dtype=E4), torch.empty(1, dtype=torch.float32)
-            self.stored = nvfp4_rows(torch.empty(N, K // 2, dtype=torch.uint8), *of)
-        else:
-            group = group if 0 < group < K else K
-            of_words = (
-                torch.empty(N, K * bits // 32, dtype=torch.int32),
-                torch.empty(N, K // group, dtype=torch.bfloat16),
-            )
-            self.stored = integer_rows(*of_words, None, (N, K), group, bits)
-
-
-def _read(m: nn.Module, dtype: torch.dtype) -> Any:
-    return four_bits(m.packed, m.state) if type(m) is _FourBits else m.stored if type(m) is _InWords else None
+def _in_words(w: Tensor, how: tuple[int, int, bool]) -> Weight:
+    """As a checkpoint in packed integers or NVFP4 has it."""
+    (bits, group, of_floats), (N, K) = how, w.shape
+    if of_floats:
+        scales = torch.empty(N, K // NVFP4, dtype=E4), torch.empty(1, dtype=torch.float32)
+        return nvfp4_rows(torch.empty(N, K // 2, dtype=torch.uint8), *scales)
+    group = group if 0 < group < K else K
+    words, scale = torch.empty(N, K * bits // 32, dtype=torch.int32), torch.empty(N, K // group, dtype=torch.bfloat16)
+    return integer_rows(words, scale, None, (N, K), group, bits)
 
 
 def quantisation(form: Any) -> dict[str, Any]:
@@ -614,13 +592,13 @@ def _words(how: dict[str, Any]) -> tuple[int, int, bool] | None:
     return bits, scheme.get("group_size") or -1, scheme.get("type") == "float" or "nvfp4" in how.get("format", "")
 
 
-def _replaced(model: Any, cls: Callable[[nn.Linear], nn.Module]) -> None:
+def _replaced(model: Any, stored: Callable[[Tensor], Weight]) -> None:
     """All linear layers but the head and the adapters, as transformers does it while it loads a
     model."""
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module is not head and "lora_" not in name:
-            model.set_submodule(name, cls(module))
+            model.set_submodule(name, _StandIn(module, stored(module.weight)))
 
 
 @contextlib.contextmanager

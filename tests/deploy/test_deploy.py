@@ -24,9 +24,9 @@ from small_runs import refused
 import liger_kernel
 from liger_kernel import cli
 from liger_kernel.deploy import monitoring, steps
-from liger_kernel.deploy.job import API, CACHE, IMAGE_KERNELS, KUBERNETES, SHARED, Job, _validator
-from liger_kernel.deploy.manifests import USER, objects, train_json
-from liger_kernel.deploy.render import _of_release, render, write
+from liger_kernel.deploy.job import API, CACHE, IMAGE_KERNELS, KUBERNETES, MOUNTS, ROLE, SHARED, Job, _validator
+from liger_kernel.deploy.manifests import USER, labels, objects, train_json
+from liger_kernel.deploy.render import CHART_LABELS, _of_release, render, write
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.metrics import EXPORTED
 
@@ -464,8 +464,15 @@ def test_rules_and_dashboard_know_every_metric_and_no_other():
 @pytest.mark.parametrize("value", ['a "quote"', "back\\slash", "two\nlines", "@age@"])
 def test_values_of_rules_are_texts(value):
     """Whatever they hold: the rules are JSON, with marks such as @age@ in their place."""
-    *_, dropped = monitoring.rules(job(), window=value)["groups"][0]["rules"]
-    assert f"[{value}])) < 0.7" in dropped["expr"]
+    _, stuck, *_ = monitoring.rules(job(), dict.fromkeys(monitoring.thresholds(job()), value))["groups"][0]["rules"]
+    assert f" < {value} unless " in stuck["expr"]
+
+
+def test_names_that_manifests_have_are_reserved():
+    forms = job().schemas
+    assert forms["extra_volumes"]["items"]["properties"]["name"]["not"]["enum"] == [*MOUNTS]
+    assert forms["annotations"]["propertyNames"]["not"]["enum"] == [ROLE]
+    assert {*labels(job()), *CHART_LABELS} < {*forms["labels"]["propertyNames"]["not"]["enum"]}
 
 
 def test_the_image_is_what_pods_expect():

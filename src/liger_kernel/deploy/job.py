@@ -45,117 +45,25 @@ IMAGE_KERNELS = "/opt/liger/kernels"  # where deploy/Dockerfile compiles kernels
 Schema = dict[str, Any]
 
 
-def _text(pattern: str, words: str, **more: Any) -> Schema:
-    """A text that is ``pattern`` as a whole. ``words`` say in messages what it must be."""
-    return {"type": "string", "pattern": f"^({pattern})$", **more, "description": words}
+def _whole(schema: Any, definitions: Schema) -> Any:
+    """A part of a schema with what its references name, beside which it may say more."""
+    if isinstance(schema, list):
+        return [_whole(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    named = schema.get("$ref", "").rpartition("/")[2]
+    more = {name: _whole(each, definitions) for name, each in schema.items() if name != "$ref"}
+    return (_whole(definitions[named], definitions) if named else {}) | more
 
 
-def _number(least: int, most: int) -> Schema:
-    words = f"a whole number from {least} to {most}"
-    return {"type": "integer", "minimum": least, "maximum": most, "description": words}
-
-
-def _choice(*names: str) -> Schema:
-    return {"enum": list(names), "description": f"one of {', '.join(names)}"}
-
-
-def _map(key: Schema, value: Schema) -> Schema:
-    return {"type": "object", "propertyNames": key, "additionalProperties": value}
-
-
-def _list(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-def _field(default: Any, schema: Schema) -> Any:
-    return field(default=default, metadata=schema)
-
-
-def _reserved(names: tuple[str, ...]) -> Schema:
-    return {"not": {"enum": list(names)}}
-
-
-# The forms of Kubernetes' names (RFC 1123), labels and quantities. Helm reads the same expressions
-# with Go's engine, which has no lookahead
-_LABEL = "[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-_DOMAIN = rf"{_LABEL}(\.{_LABEL})*"
-_WORD = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-_KEY = rf"({_DOMAIN}/)?{_WORD}"
-_STEP = r"\.?[A-Za-z0-9_-][A-Za-z0-9._-]*"  # a part of a path: neither . nor ..
-_SUB_PATH = f"{_STEP}(/+{_STEP})*/?"
-
-# Names that the manifests or a chart use themselves
-LABELS = (
-    "app.kubernetes.io/name",
-    "app.kubernetes.io/instance",
-    "app.kubernetes.io/version",
-    "app.kubernetes.io/managed-by",
-    "helm.sh/chart",
-    "kueue.x-k8s.io/queue-name",
-)
+_FILE = json.loads(Path(__file__).with_suffix(".schema.json").read_text())
+# of each field of a job; with these the values of its chart are checked, too
+SCHEMAS: dict[str, Schema] = _whole(_FILE["properties"], _FILE["definitions"])
 ROLE = "eks.amazonaws.com/role-arn"  # the annotation of a ServiceAccount
-MOST_GPUS = 64  # of a node: its pod has a port and an endpoint of metrics for each
+MOST_GPUS = SCHEMAS["gpus"]["maximum"]  # of a node: its pod has a port and an endpoint of metrics for each
 EFA_RESOURCES = ("vpc.amazonaws.com/efa", "hugepages-2Mi")
 # Volume -> where it is mounted. A user's mounts may lie below all but the folder of CONFIG
 MOUNTS = {"cache": CACHE, "tmp": "/tmp", "shm": "/dev/shm", "config": str(Path(CONFIG).parent), "shared": SHARED}
-
-# A pod has a name such as NAME-worker-0, and a label has at most 63 characters
-NAME = _text("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "at most 40 of a-z, 0-9 and -, a letter first")
-TAG = "the name of an image with a tag other than latest, or with a digest"
-IMAGE = _text(
-    "[A-Za-z0-9][A-Za-z0-9._/:@-]{0,500}",
-    "an image's name, such as registry.example.com/liger:1",
-    allOf=[{"pattern": "[:@][^/]+$", "description": TAG}, {"not": {"pattern": ":latest$"}, "description": TAG}],
-)
-DNS_LABEL = _text(_LABEL, "at most 63 of a-z, 0-9 and -, no - at an end")
-SECRET = _text(_DOMAIN, "the name of a Secret")
-CORES = _text("[1-9][0-9]{0,8}m?", "a number of cores, such as 32 or 500m")
-BYTES = _text("[1-9][0-9]{0,14}([kMGTPE]|[KMGTPE]i)?", "a number of bytes, such as 16Gi")
-LABEL = _text(_KEY, "as Kubernetes has them, such as example.com/pool")
-FREE_LABEL = LABEL | _reserved(LABELS)
-LABEL_VALUE = _text(
-    f"({_WORD})?", "text of at most 63 letters, digits and -_., quoted where YAML would take it for a number"
-)
-ANNOTATION = {"type": "string", "description": "text, quoted where YAML would take it for a number"}
-RESOURCE = _text(
-    f"{_DOMAIN}/{_WORD}|ephemeral-storage|hugepages-[1-9][0-9]*[KMG]i", "the name of a resource, such as rdma/ib"
-)
-QUANTITY = _text("[1-9][0-9]{0,14}(m|[kMGTPE]|[KMGTPE]i)?", "a quantity, such as 8 or 100Gi, quoted")
-VARIABLE = _text("[A-Za-z_][A-Za-z0-9_]{0,252}", "letters, digits and _, no digit first")
-VARIABLE_VALUE = {"type": ["string", "number"], "description": "text or a number"}
-TOLERATION = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        "key": _text(_KEY, "a key of a taint"),
-        "operator": _text("Exists|Equal", "Exists or Equal"),
-        "value": _text(f"({_WORD})?", "a value of a taint"),
-        "effect": _text("NoSchedule|PreferNoSchedule|NoExecute", "NoSchedule, PreferNoSchedule or NoExecute"),
-        "tolerationSeconds": {"type": "integer", "description": "a whole number"},
-    },
-    "description": "an object with key, operator, value, effect or tolerationSeconds",
-}
-EXTRA_VOLUME = {
-    "type": "object",
-    "required": ["name"],
-    "minProperties": 2,
-    "maxProperties": 2,
-    "properties": {"name": DNS_LABEL | _reserved(tuple(MOUNTS))},
-    "additionalProperties": {"type": "object", "description": "an object, as Kubernetes describes this source"},
-    "description": "an object with name and one source, such as persistentVolumeClaim",
-}
-EXTRA_MOUNT = {
-    "type": "object",
-    "required": ["name", "mountPath"],
-    "additionalProperties": False,
-    "properties": {
-        "name": DNS_LABEL,
-        "mountPath": _text(f"/{_SUB_PATH}", "an absolute path without .."),
-        "subPath": _text(_SUB_PATH, "a relative path without .."),
-        "readOnly": {"type": "boolean", "description": "true or false"},
-    },
-    "description": "an object with name and mountPath, and readOnly or subPath",
-}
 
 
 @dataclass
@@ -163,67 +71,65 @@ class Job:
     """A training run on ``nodes`` machines with ``gpus`` GPUs each. Every field is a name in the
     job's file; ``train`` holds the names of ``liger train``."""
 
-    # The metadata of a field is its JSON Schema, which checks a job and the values of its chart.
-    # None is not checked: the field is not set
-    name: str = field(metadata=NAME)
-    image: str = field(metadata=IMAGE)
+    # job.schema.json has the form of each field; None is not checked: the field is not set
+    # a pod has a name such as NAME-worker-0, and a label has at most 63 characters
+    name: str
+    image: str
     train: TrainConfig
     # pytorchjob stays: Kubeflow Trainer 2.3.0 has no elastic mode, so clusters that want one run
     # training-operator 1.9.4, its maintenance line; Flyte's Elastic tasks are PyTorchJobs, too.
     # trainjob is for Kubeflow Trainer 2, and jobset for clusters without Kubeflow
-    kind: str = _field("pytorchjob", _choice("pytorchjob", "trainjob", "jobset"))
-    overlay: str = _field("plain", _choice("plain", "eks"))
-    namespace: str = _field("default", DNS_LABEL)
-    nodes: int = _field(1, _number(1, 10_000))
+    kind: str = "pytorchjob"
+    overlay: str = "plain"
+    namespace: str = "default"
+    nodes: int = 1
     # pytorchjob: training continues with so many nodes when machines are lost (default: all)
-    min_nodes: int | None = _field(None, _number(1, 10_000))
-    gpus: int = _field(8, _number(0, MOST_GPUS))  # per node; 0 trains on CPUs
-    gpu_resource: str = _field("nvidia.com/gpu", _text(_KEY, "the name of a resource, such as nvidia.com/gpu"))
+    min_nodes: int | None = None
+    gpus: int = 8  # per node; 0 trains on CPUs
+    gpu_resource: str = "nvidia.com/gpu"
     # the GPU for which the init container compiles kernels; with None, the first step compiles them
-    arch: str | None = _field("sm90", _text("(sm|gfx)[0-9a-z]{2,6}", "an architecture, such as sm90"))
-    cpu: str = _field("32", CORES)  # per node
-    memory: str = _field("256Gi", BYTES)  # per node, including /dev/shm
-    shm: str = _field("16Gi", BYTES)  # size of /dev/shm
-    cache: str = _field("50Gi", BYTES)  # scratch on the node: compiled kernels, downloaded models
+    arch: str | None = "sm90"
+    cpu: str = "32"  # per node
+    memory: str = "256Gi"  # per node, including /dev/shm
+    shm: str = "16Gi"  # size of /dev/shm
+    cache: str = "50Gi"  # scratch on the node: compiled kernels, downloaded models
     # PersistentVolumeClaim that all nodes can write to (ReadWriteMany), mounted at /shared
-    volume: str | None = _field(None, DNS_LABEL)
-    queue: str | None = _field(None, DNS_LABEL)  # Kueue's LocalQueue
-    cluster_queue: str | None = _field(None, DNS_LABEL)  # also render that LocalQueue, for this one
+    volume: str | None = None
+    queue: str | None = None  # Kueue's LocalQueue
+    cluster_queue: str | None = None  # also render that LocalQueue, for this one
     # also render that ClusterQueue, with a quota for so many nodes
-    quota_nodes: int | None = _field(None, _number(1, 100_000))
+    quota_nodes: int | None = None
     # of the whole job; preemptions do not count if the kind of job can distinguish them
-    retries: int = _field(10, _number(0, 1_000_000))
+    retries: int = 10
     # seconds from SIGTERM to SIGKILL: must exceed two steps and a checkpoint
-    grace: int = _field(180, _number(60, 604_800))
+    grace: int = 180
     # Secret whose keys become environment variables, such as HF_TOKEN
-    secret: str | None = _field(None, DNS_LABEL)
-    environment: dict = field(default_factory=dict, metadata=_map(VARIABLE, VARIABLE_VALUE))
-    node_selector: dict = field(default_factory=dict, metadata=_map(LABEL, LABEL_VALUE))
-    tolerations: list = field(default_factory=list, metadata=_list(TOLERATION))
+    secret: str | None = None
+    environment: dict = field(default_factory=dict)
+    node_selector: dict = field(default_factory=dict)
+    tolerations: list = field(default_factory=list)
     # added to every object and pod, as annotations are
-    labels: dict = field(default_factory=dict, metadata=_map(FREE_LABEL, LABEL_VALUE))
-    annotations: dict = field(default_factory=dict, metadata=_map(LABEL | _reserved((ROLE,)), ANNOTATION))
+    labels: dict = field(default_factory=dict)
+    annotations: dict = field(default_factory=dict)
     # names of Secrets with which nodes pull the image
-    pull_secrets: list = field(default_factory=list, metadata=_list(SECRET))
-    priority_class: str | None = _field(None, _text(_DOMAIN, "the name of a PriorityClass"))
+    pull_secrets: list = field(default_factory=list)
+    priority_class: str | None = None
     # of pods; it must exist. The overlay eks creates its own for role
-    service_account: str | None = _field(None, _text(_DOMAIN, "the name of a ServiceAccount"))
+    service_account: str | None = None
     # per node, in addition to GPUs, cores and memory: rdma/ib: "8" for InfiniBand
-    resources: dict = field(default_factory=dict, metadata=_map(RESOURCE, QUANTITY))
+    resources: dict = field(default_factory=dict)
     # in the form of Kubernetes' volumes and volumeMounts
-    extra_volumes: list = field(default_factory=list, metadata=_list(EXTRA_VOLUME))
-    extra_mounts: list = field(default_factory=list, metadata=_list(EXTRA_MOUNT))
+    extra_volumes: list = field(default_factory=list)
+    extra_mounts: list = field(default_factory=list)
     # the namespace of the pods that may read metrics
-    monitoring_namespace: str = _field("monitoring", DNS_LABEL)
+    monitoring_namespace: str = "monitoring"
     # labels with which Prometheus finds monitors and rules, such as release: prometheus
-    monitor_labels: dict = field(default_factory=dict, metadata=_map(FREE_LABEL, LABEL_VALUE))
+    monitor_labels: dict = field(default_factory=dict)
     # an alert fires if the newest checkpoint is older than so many seconds
-    checkpoint_age: int = _field(7200, _number(1, 31_536_000))
-    efa: int = _field(0, _number(0, 64))  # eks: network interfaces per node
+    checkpoint_age: int = 7200
+    efa: int = 0  # eks: network interfaces per node
     # eks: ARN of the IAM role for the object store
-    role: str | None = _field(
-        None, _text(r"arn:[a-z-]+:iam::[0-9]{1,12}:role/[A-Za-z0-9_+=,.@/-]{1,512}", "the ARN of an IAM role")
-    )
+    role: str | None = None
 
     def __post_init__(self) -> None:
         checked(dict(vars(self)), Job, "job")
@@ -313,8 +219,10 @@ class Job:
     @property
     def schemas(self) -> dict[str, Schema]:
         """The JSON Schema of each field but ``train``."""
-        found = {each.name: dict(each.metadata) for each in dataclasses.fields(self) if each.metadata}
-        return found | {"resources": _map(RESOURCE | _reserved(self.counted), QUANTITY)}
+        resources = SCHEMAS["resources"]
+        names = resources["propertyNames"] | {"not": {"enum": [*self.counted]}}
+        found = {name: schema for name, schema in SCHEMAS.items() if name != "train"}
+        return found | {"resources": resources | {"propertyNames": names}}
 
     @property
     def processes(self) -> int:

@@ -27,18 +27,15 @@ def thresholds(job: Job) -> dict[str, Any]:
     }
 
 
-def rules(
-    job: Job, window: str = "15m", hold: str = "5m", memory: str = "6h", limits: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The Prometheus rules of one job: alerts over the last ``window`` (or ``memory``, for
-    comparison with usual values) that fire after ``hold``. A chart has expressions as ``limits`` in
-    the place of the job's thresholds, because its values may change them.
+def rules(job: Job, limits: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The Prometheus rules of one job: alerts over the last 15 minutes (or 6 hours, for comparison
+    with usual values) that fire after 5. A chart has expressions as ``limits`` in the place of the
+    job's thresholds, because its values may change them.
 
     What grew is compared with its value one window ago: a series that did not exist then counts
     from 0, unlike with ``increase()``.
     """
-    values = {"run": job.name, "window": window, "hold": hold, "memory": memory}
-    values |= limits or thresholds(job)
+    values = {"run": job.name} | (limits or thresholds(job))
     text = Path(__file__).with_name("rules.json").read_text()
     # escaped as in a JSON string, whose quotes are there already
     return json.loads(re.sub(r"@(\w+)@", lambda mark: json.dumps(str(values[mark[1]]))[1:-1], text))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_kernel.deploy import monitoring
-from liger_kernel.deploy.job import KUBERNETES, NAME, Job, Schema
+from liger_kernel.deploy.job import KUBERNETES, SCHEMAS, Job, Schema
 from liger_kernel.deploy.manifests import Object, objects
 from liger_kernel.train.config import TrainConfig, UserError, _kinds, read_file
 from liger_kernel.train.files import export
@@ -187,8 +187,9 @@ def helm(job: Job) -> dict[str, str]:
         "appVersion": __version__,
         "kubeVersion": f">={KUBERNETES}.0-0",
     }
-    helpers = HELPERS.read_text().replace("PATTERN", NAME["pattern"][2:-2])  # without ^( and )$
-    helpers = helpers.replace("WORDS", NAME["description"]).replace("PLACES", " ".join(f'"{name}"' for name in PLACES))
+    form = SCHEMAS["name"]
+    helpers = HELPERS.read_text().replace("PATTERN", form["pattern"][2:-2])  # without ^( and )$
+    helpers = helpers.replace("WORDS", form["description"]).replace("PLACES", " ".join(f'"{name}"' for name in PLACES))
     return {
         "Chart.yaml": dump([chart]),
         "values.yaml": dump([values | {"train": config}]),

@@ -159,9 +159,9 @@ SOME = ("llama", "gemma3", "qwen2_vl", "muse_glimmer", "mllama")  # the others a
 
 
 def forwards() -> list:
-    from liger_kernel._legacy import FORWARDS
+    from liger_kernel._legacy import forwards
 
-    rows = [(module.rpartition(".")[2], *row) for module, of in FORWARDS.items() for row in of.items()]
+    rows = [(module.rpartition(".")[2], *row) for module, of in forwards().items() for row in of.items()]
     marks = lambda module: [] if module in SOME else pytest.mark.families
     return [pytest.param(*row, id="-".join(row[:2]), marks=marks(row[0])) for row in rows]
 
@@ -200,11 +200,11 @@ def test_the_loss_of_a_trainable_head():
 
 def test_every_form_of_import_finds_a_module():
     """Unless the module above has an operator of its name."""
-    from liger_kernel._legacy import ALIASES
+    from liger_kernel._legacy import aliases
 
-    operators = [path for path in ALIASES if path.startswith("liger_kernel.ops.") and path.count(".") == 2]
+    operators = [path for path in aliases() if path.startswith("liger_kernel.ops.") and path.count(".") == 2]
     operators.append("liger_kernel.backends.dispatch")
-    for path in ALIASES:
+    for path in aliases():
         above, _, name = path.rpartition(".")
         for form in (f"import {path} as it", f"from {above} import {name} as it"):
             scope: dict = {}

@@ -8,7 +8,7 @@ import importlib.util
 from typing import Any
 
 from liger_kernel import nn as _nn
-from liger_kernel._legacy import ALIASES
+from liger_kernel._legacy import aliases
 from liger_kernel.nearest import did_you_mean
 
 # modules of ``liger_kernel.nn`` and rotations, which need no transformers; type checkers read ``__init__.pyi``
@@ -46,7 +46,7 @@ def is_transformers_available() -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if (path := f"{__name__}.{name}") in ALIASES:  # as LinkedIn's package has its modules after it is imported
+    if (path := f"{__name__}.{name}") in aliases():  # as LinkedIn's package has its modules after it is imported
         return importlib.import_module(path)
     module = _LAZY.get(name) or ("patching.apply" if name.startswith("apply_liger_kernel_to_") else None)
     if module is None:

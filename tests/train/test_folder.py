@@ -304,7 +304,7 @@ def test_a_folder_may_be_a_link_of_ones_own(config, tmp_path, monkeypatch):
     real = os.lstat
     fake = lambda path: os.stat_result([*real(path)[:4], mine + 2, *real(path)[5:10]])
     monkeypatch.setattr(os, "lstat", fake)
-    refused(rf"cannot write to .*: it is a link, which user {mine + 2} has made", writable, folder=config.out)
+    refused(rf"cannot write to .*: .* is a link, which user {mine + 2} has made", writable, folder=config.out)
 
 
 def test_a_file_is_written_whole_or_stays(tmp_path, monkeypatch):

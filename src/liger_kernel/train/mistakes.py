@@ -268,32 +268,33 @@ def writable(file: str | Path | None = None, folder: str | Path | None = None, o
     as the command's own do.
     """
     path = folder if file is None else file
-    if not path or (file is not None and special(file)):
-        return
-    where = Path(path) if file is None else Path(path).parent
+    if path and not (file is not None and special(file)):
+        where = Path(path) if file is None else Path(path).parent
+        if reason := _folder_refuses(where) or (_file_refuses(Path(file), ours) if file is not None else None):
+            raise UserError(f"cannot write to {path}: {reason}")
+
+
+def _folder_refuses(where: Path) -> str | None:
     if hasattr(os, "geteuid") and where.is_symlink() and (owner := os.lstat(where).st_uid) not in (0, os.geteuid()):
         # what is written there could land anywhere
-        raise UserError(f"cannot write to {where}: it is a link, which user {owner} has made")
+        return f"{where} is a link, which user {owner} has made"
     try:
         where.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        above = next((each for each in (where, *where.parents) if each.is_file()), where)
-        raise UserError(f"cannot write to {path}: {above} is a file, not a folder") from error
+    except (FileExistsError, NotADirectoryError):
+        return f"{next((each for each in (where, *where.parents) if each.is_file()), where)} is a file, not a folder"
     except OSError as error:
-        raise UserError(f"cannot write to {path}: {error.strerror}") from error
-    if file is not None:
-        _refuse_other(Path(file), ours)
-    if not os.access(where, os.W_OK):
-        raise UserError(f"cannot write to {path}: permission denied")
+        return error.strerror
+    return None if os.access(where, os.W_OK) else "permission denied"
 
 
-def _refuse_other(file: Path, ours: str | None) -> None:
+def _file_refuses(file: Path, ours: str | None) -> str | None:
     if file.is_dir():
-        raise UserError(f"cannot write to {file}: it is a folder")
+        return "it is a folder"
     if file.is_symlink():
-        raise UserError(f"cannot write to {file}: it is a link; give the file itself")
+        return "it is a link; give the file itself"
     if ours and file.exists():
         with file.open("rb") as there:
             begin = there.read(1 << 16).decode(errors="replace")
         if begin and not re.match(ours, begin):
-            raise UserError(f"cannot write to {file}: it holds something else; give another name, or remove it")
+            return "it holds something else; give another name, or remove it"
+    return None

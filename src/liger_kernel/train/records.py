@@ -36,12 +36,14 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.hub import on_hub
 from liger_kernel.train.mistakes import either, existing, mistaken, needs, similar_file, unique
 
+Record = dict[str, Any]
+Turn = dict[str, Any]  # of a conversation, as chat templates take it
 # a place between two records: how many are before it, the number of the file, how many of that file
 # are before it
 Place = tuple[int, int, int]
 BEGIN: Place = (0, 0, 0)
 # a record, and the place behind it
-PlacedRecord = tuple[dict[str, Any], Place]
+PlacedRecord = tuple[Record, Place]
 # Parts of the standard library that are not prose or code written by people for people.
 NOT_TEXT = "site-packages dist-packages test tests idlelib lib2to3 ensurepip turtledemo encodings __pycache__"
 
@@ -64,7 +66,7 @@ class Records:
     def __init__(self, config: TrainConfig):
         self.config = config
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Record]:
         return (record for record, _ in self.since(BEGIN))
 
     def since(self, place: Place) -> Iterator[PlacedRecord]:
@@ -83,7 +85,7 @@ class Records:
         if not number:
             raise UserError(f"{self.config.data} holds no records")
 
-    def _sources(self) -> list[Callable[[int], Iterable[dict[str, Any]]]]:
+    def _sources(self) -> list[Callable[[int], Iterable[Record]]]:
         """Functions that read a file each, from a record of that number on."""
         name, files = self.config.data, files_of(self.config.data)
         if name == "stdlib":
@@ -94,7 +96,7 @@ class Records:
         return [partial(_hub, name, self.config.split, bool(self.config.stream))]
 
 
-def _with_names(record: dict[str, Any], renamed: dict[str, str], first: bool) -> dict[str, Any]:
+def _with_names(record: Record, renamed: dict[str, str], first: bool) -> Record:
     """The record with other names of its columns: ``renamed`` is theirs -> ours."""
     missing = [name for name in renamed if name not in record]
     if first and missing:
@@ -155,19 +157,19 @@ def _parsed(text: str, where: str) -> Any:
     return found
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+def _object(value: Any, where: str) -> Record:
     if not isinstance(value, dict):
         raise UserError(f"{where}: a record must be an object, got {type(value).__name__}")
     return value
 
 
-def _jsonl(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
+def _jsonl(path: Path, skip: int, most: int) -> Iterator[Record]:
     lines = ((number, line) for number, line in enumerate(_lines(path, most), 1) if line.strip())
     for number, line in itertools.islice(lines, skip, None):
         yield _object(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
 
 
-def _json(path: Path, skip: int, most: int) -> Iterable[dict[str, Any]]:
+def _json(path: Path, skip: int, most: int) -> Iterable[Record]:
     """One array, which is held in memory; many a file of that name has an object a line instead."""
     with path.open("rb") as file:
         array = file.read(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
@@ -177,7 +179,7 @@ def _json(path: Path, skip: int, most: int) -> Iterable[dict[str, Any]]:
     return (_object(record, f"{path}, record {number}") for number, record in enumerate(records[skip:], skip + 1))
 
 
-def _csv(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
+def _csv(path: Path, skip: int, most: int) -> Iterator[Record]:
     """All values are text, as they stand there."""
     lines = _lines(path, most)
     first = next(lines, "")
@@ -198,7 +200,7 @@ def _csv(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}:{reader.line_num}: {error}") from error
 
 
-def _txt(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
+def _txt(path: Path, skip: int, most: int) -> Iterator[Record]:
     """The file is one text: its line breaks are part of it."""
     if path.stat().st_size > most:
         raise UserError(
@@ -208,7 +210,7 @@ def _txt(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
         yield {"text": _whole(path)}
 
 
-def _parquet(path: Path, skip: int, most: int) -> Iterator[dict[str, Any]]:
+def _parquet(path: Path, skip: int, most: int) -> Iterator[Record]:
     with needs("Parquet", "pyarrow"):
         import pyarrow.parquet as parquet
     try:
@@ -229,7 +231,7 @@ READERS |= {".json": _json, ".txt": _txt}
 FOLDERS = ((".jsonl", ".parquet"), (".csv", ".tsv"), (".json",), (".txt",))
 
 
-def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[dict[str, Any]]:
+def _hub(name: str, split: str, stream: bool, skip: int) -> Iterable[Record]:
     try:
         import datasets
     except ImportError as error:
@@ -259,7 +261,7 @@ ROLES = {
 }
 
 
-def example(record: dict[str, Any]) -> Example | None:
+def example(record: Record) -> Example | None:
     """The record, unless it is plain text. Raises ``UserError`` for what looks like one of the
     kinds and is none."""
     for name in ("messages", "conversations"):
@@ -281,7 +283,7 @@ def example(record: dict[str, Any]) -> Example | None:
     return None
 
 
-def _turns(turns: Any, name: str) -> list[dict[str, Any]]:
+def _turns(turns: Any, name: str) -> list[Turn]:
     """Messages as chat templates take them; none are no turns."""
     if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
         raise UserError(f"{name} must be a list of objects with role and content, or from and value")
@@ -293,7 +295,7 @@ def _turns(turns: Any, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _turn(turn: dict[str, Any]) -> dict[str, Any]:
+def _turn(turn: Turn) -> Turn:
     speaker = str(turn["from"])
     if speaker not in ROLES:
         raise UserError(f"'from' must be one of {', '.join(ROLES)}; got {speaker!r:.80}{did_you_mean(speaker, ROLES)}")
@@ -302,7 +304,7 @@ def _turn(turn: dict[str, Any]) -> dict[str, Any]:
     return {"role": ROLES[speaker], "content": turn["value"]}
 
 
-def texts(record: dict[str, Any]) -> list[str]:
+def texts(record: Record) -> list[str]:
     """All the text in a record."""
     parts = example(record) or [record.get("text")]
     turns = [each for part in parts for each in (part if isinstance(part, list) else [part])]
@@ -310,7 +312,7 @@ def texts(record: dict[str, Any]) -> list[str]:
     return [text for text in found if isinstance(text, str)]
 
 
-def characters(record: dict[str, Any]) -> int:
+def characters(record: Record) -> int:
     """How much text a record has; none if it is not one, which is said where it is tokenised."""
     try:
         return sum(map(len, texts(record)))
@@ -327,7 +329,7 @@ GUESSES = {
 }
 
 
-def _renaming(record: dict[str, Any]) -> str:
+def _renaming(record: Record) -> str:
     """The ``--columns`` that would make a known kind of these columns."""
     named = {
         ours: [name for name in record if nearest(str(name), words.split(), 0.9)] for ours, words in GUESSES.items()
@@ -337,7 +339,7 @@ def _renaming(record: dict[str, Any]) -> str:
     return ",".join(f"{named[ours][0]}={ours}" for ours in wanted if ours not in named[ours]) or "NAME=text"
 
 
-def text_of(record: dict[str, Any], number: int) -> str:
+def text_of(record: Record, number: int) -> str:
     """The text of a record, which is the ``number``-th."""
     if number == 1 and "text" not in record:
         raise UserError(
@@ -349,7 +351,7 @@ def text_of(record: dict[str, Any], number: int) -> str:
     return record["text"]
 
 
-def texts_of(records: Iterable[dict[str, Any]]) -> Iterator[str]:
+def texts_of(records: Iterable[Record]) -> Iterator[str]:
     """All the text in the records, to train a tokenizer on."""
     if example(next(iter(records))) is not None:
         yield from itertools.chain.from_iterable(map(texts, records))

@@ -20,7 +20,18 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import COUNT, fresh, read_object, write
 from liger_kernel.train.hub import on_hub
 from liger_kernel.train.mistakes import mistaken, note, regular_in
-from liger_kernel.train.records import BEGIN, Example, Place, PlacedRecord, characters, example, text_of, texts_of
+from liger_kernel.train.records import (
+    BEGIN,
+    Example,
+    Place,
+    PlacedRecord,
+    Record,
+    Turn,
+    characters,
+    example,
+    text_of,
+    texts_of,
+)
 from liger_kernel.train.redact import in_a_line
 from liger_kernel.train.token_rows import IGNORE, TokenFile, TokenRows, Tokens, together
 
@@ -120,7 +131,7 @@ def ids_of(texts: list[str], tokenizer: Any) -> Iterator[Tokens]:
 Row = tuple[list[int], list[int]]
 
 
-def conversation_row(messages: list[dict[str, Any]], tokenizer: Any, length: int, given: int = 0) -> Row:
+def conversation_row(messages: list[Turn], tokenizer: Any, length: int, given: int = 0) -> Row:
     """A conversation in the tokenizer's own format, labels on the assistant's turns alone, without
     the first ``given`` turns, cut to ``length``.
 
@@ -175,7 +186,7 @@ def _around(tokenizer: Any) -> Row:
     return begin, [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
 
-def _answers(turn: dict[str, Any]) -> bool:
+def _answers(turn: Turn) -> bool:
     return turn.get("role") == "assistant" and bool(turn.get("content"))
 
 
@@ -252,7 +263,7 @@ class Draft:
         for ids in ids_of(texts, tokenizer):
             self._add(np.concatenate([np.array(part, np.int32) for part in (begin, ids, end)]))
 
-    def _add_chat(self, record: dict[str, Any], number: int, tokenizer: Any, length: int) -> None:
+    def _add_chat(self, record: Record, number: int, tokenizer: Any, length: int) -> None:
         try:
             prompt, completion = example(record) or Example([], [])
             if isinstance(prompt, str):
@@ -311,7 +322,7 @@ class Draft:
 
 
 def tokenise(
-    records: Iterable[dict[str, Any]], tokenizer: Any, length: int, packing: str = "auto", before: int = 0
+    records: Iterable[Record], tokenizer: Any, length: int, packing: str = "auto", before: int = 0
 ) -> TokenRows:
     """TokenRows of at most ``length`` tokens. ``UserError`` names the record it cannot read, counted
     from those ``before``; ``NoRows``: there are none."""
@@ -371,7 +382,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END, pad_token=END)
 
 
-def own_tokenizer(records: Iterable[dict[str, Any]], vocab: int, folder: Path | None) -> Any:
+def own_tokenizer(records: Iterable[Record], vocab: int, folder: Path | None) -> Any:
     """A BPE trained on these records; with a folder, it is kept there, and the one that is there
     is taken."""
     kept = folder and folder / TOKENIZER

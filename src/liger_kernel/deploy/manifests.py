@@ -1,11 +1,15 @@
-"""A job as Kubernetes objects: the pods, the queue, restarts, the network policy and monitoring."""
+"""A job as Kubernetes objects: the pods, the queue, restarts, the network policy and monitoring.
+
+``objects.json`` has them, with marks such as ``@name@`` in the place of values: fields of the job, and
+what follows from them. What is None for a job, it does not set.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from liger_kernel.deploy import monitoring
@@ -27,191 +31,113 @@ Object = dict[str, Any]
 STARTUP = 3600  # seconds for downloads, tokenising and loading, before the metrics endpoint answers
 PREEMPTED = 75  # train.ranks.EXIT_PREEMPTED; that module needs torch, this one must not
 USER = 1000
+FORMS: Object = json.loads(Path(__file__).with_name("objects.json").read_text())
+# kind of job -> its objects, the run last, and where its processes meet.
+# A PyTorchJob has any number of workers between two limits and no master (c10d), and restarts them
+# OnFailure, not by ExitCode, which treats codes below 128 as final, but 75 means "run again". If a pod of
+# the others fails or is evicted, its Job fails, and the JobSet starts all pods again. The controller of a
+# TrainingRuntime sets the number of pods from numNodes.
+RUNS = {
+    "pytorchjob": (("PyTorchJob",), f"{{0}}-worker-0:{RENDEZVOUS_PORT}"),
+    "trainjob": (("TrainingRuntime", "TrainJob"), "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"),
+    "jobset": (("JobSet",), f"{{0}}-node-0-0.{{0}}:{RENDEZVOUS_PORT}"),
+}
 
 
 def objects(job: Job, limits: dict[str, Any] | None = None) -> list[Object]:
     """All objects that the job needs on a cluster with its operators, in the order for applying
     them. ``limits``: alert thresholds (default: the job's)."""
-    config = _object("ConfigMap", job, data={"train.json": train_json(job)})
-    found = [config, *_service_account(job), *_queue(job), _network_policy(job)]
+    values = _values(job)
+    own = lambda kind, added=None: _object(kind, job, _filled(FORMS[kind], values), added)
+    found = [own("ConfigMap")]
+    if job.role:
+        found.append(own("ServiceAccount"))
+        found[-1]["metadata"]["annotations"] = {ROLE: job.role} | job.annotations
+    found += [*_queue(job), own("NetworkPolicy")]
     if job.metrics:
-        rules = monitoring.rules(job, limits=limits)
-        found += [_pod_monitor(job), _object("PrometheusRule", job, job.monitor_labels, spec=rules)]
-    return found + RUNS[job.kind](job)
+        values["rules"] = monitoring.rules(job, limits)
+        found += [own(kind, job.monitor_labels) for kind in ("PodMonitor", "PrometheusRule")]
+    queued = {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {}
+    framework = {"trainer.kubeflow.org/framework": "torch"}
+    return found + [own(kind, framework if kind == "TrainingRuntime" else queued) for kind in RUNS[job.kind][0]]
 
 
-def _pytorchjob(job: Job) -> list[Object]:
-    spec = {
-        "nprocPerNode": str(job.processes),
-        # c10d: any number of workers between the two limits, and no master
-        "elasticPolicy": {
-            "rdzvBackend": "c10d",
-            "rdzvId": job.name,
-            "minReplicas": _least(job),
-            "maxReplicas": job.nodes,
-            "maxRestarts": job.train.max_restarts,
-        },
-        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.retries, "suspend": bool(job.queue)},
-        "pytorchReplicaSpecs": {
-            # OnFailure, not ExitCode: ExitCode treats codes below 128 as final, but 75 means "run
-            # again"
-            "Worker": {
-                "replicas": job.nodes,
-                "restartPolicy": "OnFailure",
-                "template": _template(job, trainer(job), f"{job.name}-worker-0"),
-            }
-        },
-    }
-    return [_object("PyTorchJob", job, _queued(job), spec=spec)]
+def _filled(part: Any, values: Object) -> Any:
+    """A part of ``FORMS`` with its values, without those that are None."""
+    if isinstance(part, str) and part[0] == part[-1] == "@":
+        return values[part[1:-1]]
+    if isinstance(part, list):
+        return [found for each in part if (found := _filled(each, values)) is not None]
+    if isinstance(part, dict):
+        return {name: found for name, each in part.items() if (found := _filled(each, values)) is not None}
+    return part
 
 
-def _trainjob(job: Job) -> list[Object]:
-    # the controller of the runtime sets the number of pods from numNodes
-    node = _node(job, "$(PET_MASTER_ADDR)", "$(PET_MASTER_PORT)")
-    container = node["template"]["spec"]["containers"][0]
-    moved = {name: container.pop(name) for name in ("command", "args")}
-    step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    replicated = [{"name": "node", "template": {"metadata": step, "spec": node}}]
-    template = {"spec": {"failurePolicy": _failure_policy(job), "replicatedJobs": replicated}}
-    of_runtime = {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": template}
-    runtime = _object("TrainingRuntime", job, {"trainer.kubeflow.org/framework": "torch"}, spec=of_runtime)
-    spec = {
+def _values(job: Job) -> Object:
+    """Of the marks in ``FORMS``: the fields of the job, and what follows from them."""
+    ports = range(METRICS_PORT, METRICS_PORT + job.processes)
+    least, of_jobset = job.min_nodes or job.nodes, job.kind == "jobset"
+    values: Object = vars(job) | {
+        "own": labels(job),
+        "config": train_json(job),
+        "user": USER,
+        "preempted": PREEMPTED,
+        "trainer": trainer(job),
+        "processes": job.processes,
+        "nproc": str(job.processes),
+        "least": least,
+        "restarts": job.train.max_restarts,
         "suspend": bool(job.queue),
-        "runtimeRef": {
-            "apiGroup": API["TrainingRuntime"].partition("/")[0],
-            "kind": "TrainingRuntime",
-            "name": job.name,
-        },
-        "trainer": {
-            "numNodes": job.nodes,
-            "numProcPerNode": job.processes,
-            "image": job.image,
-            **moved,
-            "resourcesPerNode": _resources(job),
-        },
+        "group": API["TrainingRuntime"].partition("/")[0],
+        "parallelism": job.nodes if of_jobset else None,
+        "completion_mode": "Indexed" if of_jobset else None,
+        "restart_policy": None if job.kind == "pytorchjob" else "Never",
+        "first_port": ports[0],
+        "last_port": ports[-1],
+        "variables": _environment(job),
+        "secrets": [{"secretRef": {"name": job.secret}}] if job.secret else None,
+        "pod_labels": labels(job) | job.labels,
+        "pod_annotations": job.annotations or None,
+        "account": job.service_account or (job.name if job.role else None),
+        "pulls": [{"name": name} for name in job.pull_secrets] or None,
+        "selected": job.node_selector or None,
     }
-    return [runtime, _object("TrainJob", job, _queued(job), spec=spec)]
-
-
-def _jobset(job: Job) -> list[Object]:
-    size = {"parallelism": job.nodes, "completions": job.nodes, "completionMode": "Indexed"}
-    node = size | _node(job, f"{job.name}-node-0-0.{job.name}", str(RENDEZVOUS_PORT))
-    spec = {
-        "suspend": bool(job.queue),
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": _failure_policy(job),
-        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": node}}],
-    }
-    return [_object("JobSet", job, _queued(job), spec=spec)]
-
-
-RUNS: dict[str, Callable[[Job], list[Object]]] = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
+    form = lambda name, **more: _filled(FORMS[name], values | more)
+    values["scraped"] = form("scraped") if job.metrics else None
+    named = [{"targetLabel": "run", "replacement": job.name}]
+    names = {f"metrics-{i}": port for i, port in enumerate(ports)}
+    values["endpoints"] = [{"port": name, "interval": "15s", "relabelings": named} for name in names]
+    eks = [{"key": job.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}] if job.overlay == "eks" else []
+    values["tolerated"] = (job.tolerations + (eks if job.gpus else [])) or None
+    volumes = form("volumes", shared=form("shared") if job.volume else None)
+    mounts: list[Object] = [{"name": volume["name"], "mountPath": MOUNTS[volume["name"]]} for volume in volumes]
+    mounts[list(MOUNTS).index("config")]["readOnly"] = True
+    values |= {"volumes": volumes + job.extra_volumes, "mounts": mounts + job.extra_mounts}
+    values |= {"command": ["liger"], "ports": None, "startup": None, "liveness": None}
+    # compiling needs no GPU
+    warm = {"args": ["warmup", "--config", CONFIG, "--arch", job.arch], "limits": _resources(job, devices=False)}
+    warms = job.gpus and job.arch and job.train.model and job.train.kernels == "on"
+    values["warms"] = [form("container", container="warm-kernels", **warm)] if warms else None
+    flags = ["--nproc", str(job.processes), "--nnodes", f"{least}:{job.nodes}"]
+    meet = RUNS[job.kind][1].format(job.name)
+    values |= {"args": ["train", "--config", CONFIG, *flags, "--rdzv-endpoint", meet], "limits": _resources(job)}
+    # a TrainJob itself has what its runtime's containers run
+    node: Object = {"command": None, "args": None} if job.kind == "trainjob" else {}
+    if job.metrics:
+        # the trainer ends itself if it makes no progress, and workers that restart have no endpoint for
+        # a while: the kubelet must be the slower of the two
+        patience = math.ceil(job.train.timeout / 30) + 4
+        node["ports"] = [{"name": name, "containerPort": port} for name, port in names.items()]
+        node |= {"startup": form("probe", period=10, failures=STARTUP // 10)}
+        node |= {"liveness": form("probe", period=30, failures=patience)}
+    values["trains"] = form("container", container=trainer(job), **node)
+    values["pod"] = form("pod")
+    return values | {name: form(name) for name in ("node", "failure_policy")}
 
 
 def trainer(job: Job) -> str:
     """The name of the container that trains. Controllers look for theirs."""
     return "pytorch" if job.kind == "pytorchjob" else "node"
-
-
-def _node(job: Job, host: str, port: str) -> Object:
-    """The specification of a Job with a pod for each node. If a pod fails or is evicted, its Job
-    fails, and the JobSet starts all pods again."""
-    template = _template(job, trainer(job), host, port)
-    template["spec"]["restartPolicy"] = "Never"
-    preempted = {"containerName": trainer(job), "operator": "In", "values": [PREEMPTED]}
-    rules = [
-        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": preempted},
-    ]
-    return {"backoffLimit": 0, "podFailurePolicy": {"rules": rules}, "template": template}
-
-
-def _failure_policy(job: Job) -> Object:
-    rule = {
-        "name": "preempted",
-        "action": "RestartJobSetAndIgnoreMaxRestarts",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-    }
-    return {"maxRestarts": job.retries, "restartStrategy": "Recreate", "rules": [rule]}
-
-
-def _template(job: Job, container: str, host: str, port: str = str(RENDEZVOUS_PORT)) -> Object:
-    sources: dict[str, Object] = {
-        "cache": {"emptyDir": {"sizeLimit": job.cache}},
-        "tmp": {"emptyDir": {}},
-        "shm": {"emptyDir": {"medium": "Memory", "sizeLimit": job.shm}},
-        "config": {"configMap": {"name": job.name}},
-    }
-    if job.volume:
-        sources["shared"] = {"persistentVolumeClaim": {"claimName": job.volume}}
-    volumes = [{"name": name, **source} for name, source in sources.items()] + job.extra_volumes
-    mounts: list[Object] = [{"name": name, "mountPath": MOUNTS[name]} for name in sources]
-    mounts[list(sources).index("config")]["readOnly"] = True
-    mounts += job.extra_mounts
-    common = {
-        "image": job.image,
-        "env": _environment(job),
-        "volumeMounts": mounts,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "envFrom": [{"secretRef": {"name": job.secret}}] if job.secret else None,
-        "command": ["liger"],
-    }
-    machines = f"{_least(job)}:{job.nodes}"
-    flags = ["--nproc", str(job.processes), "--nnodes", machines, "--rdzv-endpoint", f"{host}:{port}"]
-    node = {
-        "name": container,
-        **common,
-        "args": ["train", "--config", CONFIG, *flags],
-        "resources": _resources(job),
-        **(_metrics_and_probes(job) if job.metrics else {}),
-    }
-    warm = {
-        "name": "warm-kernels",
-        **common,
-        "args": ["warmup", "--config", CONFIG, "--arch", job.arch],
-        "resources": _resources(job, devices=False),  # compiling needs no GPU
-    }
-    warms = job.gpus and job.arch and job.train.model and job.train.kernels == "on"
-    tolerations = list(job.tolerations)
-    if job.overlay == "eks" and job.gpus:
-        tolerations.append({"key": job.gpu_resource, "operator": "Exists", "effect": "NoSchedule"})
-    user = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), USER)
-    spec = {
-        "terminationGracePeriodSeconds": job.grace,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": {"runAsNonRoot": True, **user, "seccompProfile": {"type": "RuntimeDefault"}},
-        "containers": [_set(node)],
-        "volumes": volumes,
-        "initContainers": [_set(warm)] if warms else None,
-        "serviceAccountName": job.service_account or (job.name if job.role else None),
-        "priorityClassName": job.priority_class,
-        "imagePullSecrets": [{"name": name} for name in job.pull_secrets] or None,
-        "nodeSelector": job.node_selector or None,
-        "tolerations": tolerations or None,
-    }
-    return {"metadata": {"labels": labels(job) | job.labels, **_annotated(job)}, "spec": _set(spec)}
-
-
-def _set(o: Object) -> Object:
-    """``o`` without the names that a job does not set."""
-    return {name: value for name, value in o.items() if value is not None}
-
-
-def _metrics_and_probes(job: Job) -> Object:
-    probe = {"httpGet": {"path": "/healthz", "port": METRICS_PORT}, "timeoutSeconds": 5}
-    # the trainer ends itself if it makes no progress, and workers that restart have no endpoint for
-    # a while: the kubelet must be the slower of the two
-    patience = math.ceil(job.train.timeout / 30) + 4
-    return {
-        "ports": [{"name": f"metrics-{i}", "containerPort": METRICS_PORT + i} for i in range(job.processes)],
-        "startupProbe": {**probe, "periodSeconds": 10, "failureThreshold": STARTUP // 10},
-        "livenessProbe": {**probe, "periodSeconds": 30, "failureThreshold": patience},
-    }
 
 
 def pod_spec(job: Job, **variables: str) -> Any:
@@ -220,11 +146,11 @@ def pod_spec(job: Job, **variables: str) -> Any:
     ``variables``."""
     from kubernetes import client
 
-    spec = _template(dataclasses.replace(job, arch=None), "primary", "")["spec"]
+    spec = _values(dataclasses.replace(job, arch=None))["pod"]["spec"] | {"restartPolicy": None}
     node = spec["containers"][0]
     # the platform has its own configuration, and its own size of /dev/shm
     kept = lambda found: [each for each in found if each["name"] not in ("config", "shm")]
-    bare = {name: value for name, value in node.items() if name in ("name", "envFrom", "securityContext")}
+    bare = {"name": "primary", **{name: node[name] for name in ("envFrom", "securityContext") if name in node}}
     bare["env"] = node["env"] + [{"name": name, "value": value} for name, value in variables.items()]
     spec["containers"] = [{**bare, "volumeMounts": kept(node["volumeMounts"])}]
     spec["volumes"] = kept(spec["volumes"])
@@ -273,35 +199,18 @@ def train_json(job: Job) -> str:
     return json.dumps(dataclasses.asdict(job.config), indent=2) + "\n"
 
 
-def _service_account(job: Job) -> list[Object]:
-    if not job.role:
-        return []
-    account = _object("ServiceAccount", job, automountServiceAccountToken=False)
-    account["metadata"]["annotations"] = {ROLE: job.role} | job.annotations
-    return [account]
-
-
 def _queue(job: Job) -> list[Object]:
     """Kueue's objects. Usually the cluster's administrator has created them."""
-    found: list[Object] = []
+    if not job.cluster_queue:
+        return []
+    values, flavor = vars(job), f"{job.cluster_queue}-nodes"
+    names: Object = {"LocalQueue": {"name": job.queue, "namespace": job.namespace}}
     if job.quota_nodes:
-        flavor = f"{job.cluster_queue}-nodes"
-        found.append(_of_kind("ResourceFlavor", {"name": flavor}, spec={"nodeLabels": job.node_selector}))
-        quotas = [
-            {"name": name, "nominalQuota": times(quantity, job.quota_nodes)}
-            for name, quantity in _resources(job)["limits"].items()
-        ]
-        groups = [{"coveredResources": [q["name"] for q in quotas], "flavors": [{"name": flavor, "resources": quotas}]}]
-        spec = {
-            "namespaceSelector": {},
-            "preemption": {"withinClusterQueue": "LowerPriority"},
-            "resourceGroups": groups,
-        }
-        found.append(_of_kind("ClusterQueue", {"name": job.cluster_queue}, spec=spec))
-    if job.cluster_queue:
-        metadata = {"name": job.queue, "namespace": job.namespace}
-        found.append(_of_kind("LocalQueue", metadata, spec={"clusterQueue": job.cluster_queue}))
-    return found
+        counted = _resources(job)["limits"]
+        quotas = [{"name": name, "nominalQuota": times(size, job.quota_nodes)} for name, size in counted.items()]
+        values = values | {"flavor": flavor, "counted": list(counted), "quotas": quotas}
+        names = {"ResourceFlavor": {"name": flavor}, "ClusterQueue": {"name": job.cluster_queue}} | names
+    return [_of_kind(kind, metadata, _filled(FORMS[kind], values)) for kind, metadata in names.items()]
 
 
 def times(quantity: str, count: int) -> str:
@@ -310,55 +219,16 @@ def times(quantity: str, count: int) -> str:
     return f"{int(quantity[:digits]) * count}{quantity[digits:]}"
 
 
-def _network_policy(job: Job) -> Object:
-    """Ingress: from its own pods, and from Prometheus to the metrics. Egress: to its own pods,
-    DNS, and HTTPS for models, data and the object store."""
-    own = {"podSelector": {"matchLabels": labels(job)}}
-    ingress: list[Object] = [{"from": [own]}]
-    if job.metrics:
-        prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": job.monitoring_namespace}}}
-        ports = [{"protocol": "TCP", "port": METRICS_PORT, "endPort": METRICS_PORT + job.processes - 1}]
-        ingress.append({"from": [prometheus], "ports": ports})
-    dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
-    egress = [{"to": [own]}, {"ports": dns}, {"ports": [{"protocol": "TCP", "port": 443}]}]
-    spec = {
-        "podSelector": {"matchLabels": labels(job)},
-        "policyTypes": ["Ingress", "Egress"],
-        "ingress": ingress,
-        "egress": egress,
-    }
-    return _object("NetworkPolicy", job, spec=spec)
-
-
-def _pod_monitor(job: Job) -> Object:
-    named = [{"targetLabel": "run", "replacement": job.name}]
-    endpoints = [{"port": f"metrics-{i}", "interval": "15s", "relabelings": named} for i in range(job.processes)]
-    spec = {"selector": {"matchLabels": labels(job)}, "podMetricsEndpoints": endpoints}
-    return _object("PodMonitor", job, job.monitor_labels, spec=spec)
-
-
 def labels(job: Job) -> dict[str, str]:
     """Which objects and pods are of this job."""
     return {"app.kubernetes.io/name": "liger-train", "app.kubernetes.io/instance": job.name}
 
 
-def _annotated(job: Job) -> Object:
-    return {"annotations": job.annotations} if job.annotations else {}
-
-
-def _object(kind: str, job: Job, added: dict[str, str] | None = None, **rest: Any) -> Object:
+def _object(kind: str, job: Job, form: Object, added: dict[str, str] | None) -> Object:
     """An object of the job's own, with ``added`` labels."""
     names = {"name": job.name, "namespace": job.namespace, "labels": labels(job) | job.labels | (added or {})}
-    return _of_kind(kind, names | _annotated(job), **rest)
+    return _of_kind(kind, names | ({"annotations": job.annotations} if job.annotations else {}), form)
 
 
-def _of_kind(kind: str, metadata: Object, **rest: Any) -> Object:
-    return {"apiVersion": API[kind], "kind": kind, "metadata": metadata, **rest}
-
-
-def _queued(job: Job) -> dict[str, str]:
-    return {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {}
-
-
-def _least(job: Job) -> int:
-    return job.min_nodes or job.nodes
+def _of_kind(kind: str, metadata: Object, form: Object) -> Object:
+    return {"apiVersion": API[kind], "kind": kind, "metadata": metadata, **form}

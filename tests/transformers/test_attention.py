@@ -33,7 +33,6 @@ from liger_kernel.transformers import (
     lazy_mask,
     restore,
 )
-from liger_kernel.transformers.patching.patches import core
 from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.transformers.rewrite import rules
 
@@ -353,19 +352,6 @@ def test_the_host_reads_no_scalar_of_documents(model_type, dense_masks):
     assert "cu_seq_lens_q" in alone and scalars_read(model, **alone) > 0
 
 
-@pytest.mark.parametrize(
-    "model_type, numbers",
-    [
-        *(("llama", True), ("qwen3", True), ("gemma3_text", True), ("gemma4_text", True), ("qwen3_5_text", True)),
-        *(("gemma3", False), ("qwen3_5", False), ("opt", False), ("bloom", False)),
-    ],
-)
-def test_families_that_number_tokens_themselves(model_type, numbers):
-    config = transformers.AutoConfig.for_model(model_type)
-    forward = core(transformers.AutoModel._model_mapping[type(config)].forward)
-    assert (rules.fused(forward, frozenset({rules.MASKS})) is not None) == numbers
-
-
 FORWARD = """
 def forward(self, x, position_ids=None, **kwargs):
     if position_ids is None:
@@ -495,9 +481,8 @@ def test_positions_of_a_model_inside(by):
     assert_same_bits(step(model, of_length(7))[1], step(told, of_length(7, position_ids=DOCUMENTS))[1])
 
 
-@pytest.mark.parametrize(
-    "model_type", ["falcon", "bloom", "qwen3_next"]
-)  # asks whether it is sdpa; its own; bounds are for its linear layers
+# asks whether it is sdpa; its own; bounds are for its linear layers
+@pytest.mark.parametrize("model_type", ["falcon", "bloom", "qwen3_next"])
 def test_families_that_keep_what_they_have(model_type):
     model = make(model_type)
     before = model.config._attn_implementation
@@ -505,13 +490,19 @@ def test_families_that_keep_what_they_have(model_type):
     assert model.config._attn_implementation == before
 
 
+def settled(model, rows: TokenRows, device: str = "cpu", precision: str = "bf16", **config) -> str:
+    return train_model.attend(TrainConfig(**config), rows, model, torch.device(device), precision)
+
+
+PLAIN = TokenRows.of([([1, 2], [1, 2])])
+
+
 def test_attention_that_sdpa_does_not_serve():
     """gpt-oss has sinks, which sdpa would leave out."""
     pytest.importorskip("transformers.models.gpt_oss")
     model = make("gpt_oss", attention="eager")
     assert attention.use(model) == "sdpa does not serve gpt_oss"
-    settle = lambda rows: train_model.attend(TrainConfig(), rows, model, torch.device("cpu"), "bf16")
-    assert settle(TokenRows.of([([1, 2], [1, 2])])) == "eager" and settle(rows()).startswith("eager with a mask, as ")
+    assert settled(model, PLAIN) == "eager" and settled(model, rows()).startswith("eager with a mask, as ")
     assert model.config._attn_implementation == "eager"
 
 
@@ -524,15 +515,12 @@ def test_text_in_a_model_of_images():
 
 def test_auto_takes_it_where_it_serves(monkeypatch):
     model = packing_model("llama", attends="sdpa")
-    settle = lambda rows, device="cpu", precision="bf16", **config: train_model.attend(
-        TrainConfig(**config), rows, model, torch.device(device), precision
-    )
+    settle = functools.partial(settled, model)
     assert settle(rows()) == "sdpa with a mask, as no GPU"
     assert settle(rows(), attention="eager") == "eager"
-    plain = TokenRows.of([([1, 2], [1, 2])])
-    assert settle(plain) == "sdpa"
+    assert settle(PLAIN) == "sdpa"
     monkeypatch.setattr(train_model, "varlen_lacks", lambda device, dtype: None if dtype == torch.bfloat16 else "fp32")
-    assert settle(rows(), attention="sdpa") == settle(plain) == "sdpa" and model.config._attn_implementation == "sdpa"
+    assert settle(rows(), attention="sdpa") == settle(PLAIN) == "sdpa" and model.config._attn_implementation == "sdpa"
     assert settle(rows(), precision="fp32") == "sdpa with a mask, as fp32"
     packed = rows()
     packed.bounded = False
@@ -542,14 +530,7 @@ def test_auto_takes_it_where_it_serves(monkeypatch):
     assert settle(rows(), trainer="hf").startswith("sdpa with a mask, as transformers' Trainer cuts")
 
 
-@pytest.fixture
-def by_references():
-    """What is trained on a CPU is not interpreted."""
-    with references():
-        yield
-
-
-@pytest.mark.usefixtures("by_references")
+@pytest.mark.usefixtures("models_by_references")
 @pytest.mark.parametrize("trainer, checkpointing", [("torch", "none"), ("torch", "selective"), ("hf", "none")])
 def test_a_run(trainer, checkpointing, calls, dense_masks, monkeypatch, tmp_path, capsys):
     """Each trainer's batches say where documents begin; losses are those of a mask."""

@@ -569,52 +569,33 @@ def test_a_model_called_in_its_own_loss(labels):
     assert model.lm_head is head and not standing
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """By hand, as those of kernels are."""
+class _Same(torch.autograd.Function):
+    """``copy`` is computed, or recorded for later."""
 
     @staticmethod
-    def forward(ctx, logits, target):
-        ctx.save_for_backward(logits.detach() * 1.0, target)
-        return F.cross_entropy(logits.float(), target)
-
-    @staticmethod
-    def backward(ctx, g):
-        logits, target = ctx.saved_tensors
-        with torch.enable_grad():
-            x = logits.requires_grad_()
-            return torch.autograd.grad(F.cross_entropy(x.float(), target), x)[0] * g, None
-
-
-class _Scale(torch.autograd.Function):
-    """It does no more than what is recorded for later."""
-
-    @staticmethod
-    def forward(ctx, logits):
-        return logits * 1.0
+    def forward(ctx, logits, copy):
+        return copy(logits)
 
     @staticmethod
     def backward(ctx, g):
-        return g
+        return g, None
 
 
-def _scaled(logits, target):
-    return F.cross_entropy(_Scale.apply(logits), target)
+FUNCTIONS = {
+    "computed": lambda x, target: F.cross_entropy(_Same.apply(x, lambda x: x + 0.0), target),
+    "recorded": lambda x, target: F.cross_entropy(_Same.apply(x, lambda x: x * 1.0), target),
+    "checkpoint": lambda x, target: torch.utils.checkpoint.checkpoint(F.cross_entropy, x, target, use_reentrant=True),
+}
 
 
-def _checkpointed(logits, target):
-    return torch.utils.checkpoint.checkpoint(F.cross_entropy, logits, target, use_reentrant=True)
-
-
-@pytest.mark.parametrize(
-    "function", [_CrossEntropy.apply, _scaled, _checkpointed], ids=["Function", "recorded", "checkpoint"]
-)
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions_of_autograd_need_tensors(function):
     """They would pass no gradient, and another loss beside would hide that."""
 
     def loss(logits, labels, vocab_size, **_):
         target = F.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
         flat = logits.view(-1, vocab_size)
-        return function(flat.value() if given and isinstance(flat, DeferredLogits) else flat, target)
+        return FUNCTIONS[function](flat.value() if given and isinstance(flat, DeferredLogits) else flat, target)
 
     given = False
     model = make("qwen3_moe", num_hidden_layers=1).train()

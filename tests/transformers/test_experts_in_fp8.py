@@ -1,7 +1,6 @@
 """Experts that are stored in FP8, beside the same experts with the weights that FP8 has left,
 made dense."""
 
-import contextlib
 import copy
 import io
 import itertools
@@ -16,7 +15,7 @@ pytest.importorskip("transformers.integrations.moe", reason="this version has on
 
 from adapters import drawn, learnt, patch
 from hf_models import DEVICE, assert_same_learning, group_of_one, make, recognised
-from watching import noted
+from watching import noted, saved
 
 from liger_kernel.nn import float8 as stored
 from liger_kernel.ops._core import operator as _op
@@ -93,41 +92,25 @@ def twins(
     return model, dense
 
 
-@contextlib.contextmanager
-def saved_sizes():
-    sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-        yield sizes
-
-
 @needs_kernels
 @pytest.mark.parametrize(
-    ("family", "recipe"), [("qwen3_moe", "fp8_rowwise"), ("mixtral", "fp8"), ("gpt_oss", "fp8_rowwise")]
+    ("family", "recipe", "of"),
+    [
+        *(("qwen3_moe", "fp8_rowwise", BOTH), ("mixtral", "fp8", BOTH)),
+        *(("gpt_oss", "fp8_rowwise", BOTH), ("gpt_oss", "fp8", None)),  # it is transposed, biased
+    ],
 )
-def test_the_engine_multiplies_by_what_fp8_has_left(ran, family, recipe):
-    """Gradients of adapters, router and x; nothing dense is kept. gpt-oss is transposed, biased."""
-    model, dense = twins(family, recipe)
-    expected = assert_nothing_dense_is_saved(model, dense)
-    assert ran == ["adapted adapted_moe"] and not projections_report(model).stock
-    parts = {name.rsplit(".", 3)[-3] for name in expected if "lora" in name}
-    assert parts >= {"lora_A", "lora_B"} and any("gate" in n or "router" in n for n in expected)
-
-
-def assert_nothing_dense_is_saved(model: nn.Module, dense: nn.Module) -> dict[str, torch.Tensor]:
-    """Where stock saves it, and the same learning."""
+def test_the_engine_multiplies_by_what_fp8_has_left(ran, family, recipe, of):
+    """Gradients of adapters, router and x; nothing dense is kept, which stock keeps."""
+    model, dense = twins(family, recipe, of=of)
     sizes = {p.numel() for name, p in dense.named_parameters() if name.endswith(NAMES)}
-    with saved_sizes() as by_peft:
+    with saved() as by_peft:
         expected = learnt(dense)
-    with saved_sizes() as saved:
+    with saved() as kept:
         assert_same_learning(learnt(patch(model)), expected, 1e-5)
-    assert len(sizes) == 2 and sizes <= {*by_peft} and not sizes & {*saved}
-    return expected
-
-
-@needs_kernels
-def test_experts_without_adapters(ran):
-    assert_nothing_dense_is_saved(*twins("gpt_oss", of=None))
-    assert ran == ["alone adapted_moe"]
+    assert len(sizes) == 2 and sizes <= {t.numel() for t in by_peft} and not sizes & {t.numel() for t in kept}
+    assert ran == ["adapted adapted_moe" if of else "alone adapted_moe"] and not projections_report(model).stock
+    assert any("gate" in n or "router" in n for n in expected)
 
 
 @needs_kernels

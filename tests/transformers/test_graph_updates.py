@@ -89,63 +89,62 @@ def assert_same(a, b) -> None:
         torch.testing.assert_close([x, *states[0].values()], [y, *states[1].values()], rtol=2e-6, atol=2e-7)
 
 
+def followed(run, *kind, **options):
+    """A model and an optimizer whose steps are replayed, after ``run`` of both; as where they run."""
+    ours, want = made(*kind, **options), made(*kind, **options)
+    graphs.wrap(ours[1])
+    for pair in (ours, want):
+        run(*pair)
+    assert_same(ours, want)
+    return ours
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_schedules_are_followed_without_another_recording(kind):
-    ours, want = made(kind, amsgrad=True), made(kind, amsgrad=True)
-    if kind is torch.optim.Adam:
-        graphs.wrap(ours[1])
-    for model, optimizer in (ours, want):
+    def run(model, optimizer):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (1 + i))
-        assert graphs.wrap(ours[1]) is ours[1]  # before a schedule is made, or after it
-        steps(model, optimizer, range(8), lambda i, schedule=schedule: i and schedule.step())
-    assert_same(ours, want)
-    assert ours[1].param_groups[0]["lr"] == want[1].param_groups[0]["lr"] == 1e-2 / 8
-    assert graphs.report(ours[1]) == "graphs: 1 optimizer steps recorded, 6 replayed"
-    graphs.forget(ours[1])
-    steps(*ours, range(3))
-    assert replays(ours[1]) == 8
+        if kind is torch.optim.Adam and micro_steps.KEY in vars(optimizer):
+            graphs.forget(optimizer)  # to be wrapped after a schedule is made, as well as before
+            assert graphs.wrap(graphs.wrap(optimizer)) is optimizer
+        steps(model, optimizer, range(8), lambda i: i and schedule.step())
+        assert optimizer.param_groups[0]["lr"] == 1e-2 / 8
+
+    model, optimizer = followed(run, kind, amsgrad=True)
+    assert graphs.report(optimizer) == "graphs: 1 optimizer steps recorded, 6 replayed"
+    graphs.forget(optimizer)
+    steps(model, optimizer, range(3))
+    assert replays(optimizer) == 8
 
 
 def test_other_places_and_numbers_are_noticed():
-    ours, want = made(), made()
-    graphs.wrap(ours[1])
-
-    def act(model, optimizer, i):
-        if i == 4:  # gradients in another place
-            for p in model.parameters():
-                optimizer.kept = [*getattr(optimizer, "kept", ()), p.grad]
-                p.grad = p.grad.clone()
-        if i == 8:
-            optimizer.param_groups[0]["betas"] = 0.5, 0.9
-        if i == 12:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        if i == 16:
-            model[0].bias.grad = None
-
-    for model, optimizer in (ours, want):
+    def run(model, optimizer):
         for i in range(20):
-            if model[0].bias.grad is None:
-                model[0].bias.grad = torch.zeros_like(model[0].bias)
-            steps(model, optimizer, [i], lambda i, m=model, o=optimizer: act(m, o, i))
-    assert_same(ours, want)
-    assert 8 <= replays(ours[1]) <= 14
+            if i == 4:  # gradients in another place
+                optimizer.kept = [p.grad for p in model.parameters()]
+                for p in model.parameters():
+                    p.grad = p.grad.clone()
+            if i == 8:
+                optimizer.param_groups[0]["betas"] = 0.5, 0.9
+            if i == 12:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if i in (16, 17):
+                model[0].bias.grad = None if i == 16 else torch.zeros_like(model[0].bias)
+            steps(model, optimizer, [i])
+
+    assert 8 <= replays(followed(run)[1]) <= 14
 
 
 @pytest.mark.parametrize("bad", [0.0, 1.0])
 def test_what_a_scaler_says_is_read_anew(bad):
-    ours, want = made(), made()
-    graphs.wrap(ours[1])
+    def run(model, optimizer):
+        for i in range(7):
+            optimizer.grad_scale = torch.tensor(2.0 + i, device=DEVICE)
+            optimizer.found_inf = torch.tensor(bad if i == 5 else 0.0, device=DEVICE)
+            steps(model, optimizer, [i])
 
-    def act(optimizer, i):
-        optimizer.grad_scale = torch.tensor(2.0 + i, device=DEVICE)
-        optimizer.found_inf = torch.tensor(bad if i == 5 else 0.0, device=DEVICE)
-
-    for model, optimizer in (ours, want):
-        steps(model, optimizer, range(7), lambda i, optimizer=optimizer: act(optimizer, i))
-    assert_same(ours, want)
-    assert replays(ours[1]) == 5
-    assert ours[1].state[ours[0][0].weight]["step"] == 7 - bad
+    model, optimizer = followed(run)
+    assert replays(optimizer) == 5 and optimizer.state[model[0].weight]["step"] == 7 - bad
 
 
 def test_what_is_called_before_is_recorded_and_its_result_returned():
@@ -208,21 +207,19 @@ def test_steps_that_cannot_be_replayed(monkeypatch):
 
 
 def test_a_state_of_another_kind_of_step():
-    ours, want, other = made(), made(), made(fused=False, foreach=True)
-    graphs.wrap(ours[1])
+    other = made(fused=False, foreach=True)
     steps(*other, [0])
-    for model, optimizer in (ours, want):
+
+    def run(model, optimizer):
         steps(model, optimizer, range(3))
         optimizer.load_state_dict(copy.deepcopy(other[1].state_dict()))
         steps(model, optimizer, range(3, 6))
-    assert_same(ours, want)
-    assert "3 as it was: it is neither fused nor capturable" in graphs.report(ours[1])
+
+    assert "3 as it was: it is neither fused nor capturable" in graphs.report(followed(run)[1])
 
 
 def test_recordings_know_all_that_they_read():
-    ours, want = made(weight_decay=0.3), made(weight_decay=0.3)
-    graphs.wrap(ours[1])
-    for model, optimizer in (ours, want):
+    def run(model, optimizer):
         for _ in range(64):
             optimizer.add_param_group({"params": []})
         steps(model, optimizer, range(3))
@@ -233,20 +230,18 @@ def test_recordings_know_all_that_they_read():
         steps(model, optimizer, range(3))
         optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(0.0, device=DEVICE)
         steps(model, optimizer, range(3))
-    assert_same(ours, want)
-    assert replays(ours[1]) == 7
+
+    assert replays(followed(run, weight_decay=0.3)[1]) == 7
 
 
 def test_a_rate_that_was_a_tensor():
-    ours, want = made(), made()
-    graphs.wrap(ours[1])
-    for model, optimizer in (ours, want):
-        rate = torch.tensor(0.25, device=DEVICE)
-        optimizer.param_groups[0]["lr"] = rate
+    def run(model, optimizer):
+        optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.25, device=DEVICE)
         steps(model, optimizer, range(3))
         optimizer.param_groups[0]["lr"] = float(rate.fill_(0.5))
         steps(model, optimizer, range(3))
-    assert_same(ours, want)
+
+    followed(run)
 
 
 def test_an_optimizer_that_is_gone_leaves_nothing():

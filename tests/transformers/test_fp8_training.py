@@ -263,29 +263,17 @@ def test_what_is_left(fast):
         train_in_fp8(llama(), filter=lambda m, name: False)
 
 
-RECIPES_SAID = "tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got"
-LAYERS = "^fp8_filter: must be names of layers, or a function of a layer and its name, got "
 WRONG = [
-    (dict(fp8="tensorwize"), rf"^fp8: must be one of {RECIPES_SAID} 'tensorwize'; did you mean tensorwise\?$"),
-    (dict(fp8="mxfp8"), r", or False, got 'mxfp8'; did you mean mxfp8_rceil\?$"),
-    (dict(fp8=True), f"^fp8: must be one of {RECIPES_SAID} True$"),
-    (
-        dict(fp8="blockwise"),
-        "^fp8: blockwise is refused, because no kernel of ours or of PyTorch computes it faster than 16 bits; it "
-        "must be one of tensorwise,",
-    ),
-    (dict(fp8="rowwise", fp8_filter="o_proj"), f"{LAYERS}'o_proj'$"),
-    (dict(fp8="rowwise", fp8_filter=[3]), rf"{LAYERS}\[3\]$"),
+    (dict(fp8="tensorwize"), r"^fp8: must be one of .* got 'tensorwize'; did you mean tensorwise\?$"),
+    (dict(fp8="mxfp8"), r", got 'mxfp8'; did you mean mxfp8_rceil\?$"),
+    (dict(fp8=True), "^fp8: must be one of tensorwise, rowwise, rowwise_with_gw_hp, mxfp8_rceil, or False, got True$"),
+    (dict(fp8="blockwise"), "^fp8: blockwise is refused, because"),
+    (dict(fp8="rowwise", fp8_filter="o_proj"), "^fp8_filter: must be names of layers, or .*, got 'o_proj'$"),
+    (dict(fp8="rowwise", fp8_filter=[3]), r"^fp8_filter: must be names of layers, or .*, got \[3\]$"),
     (dict(fp8_filter=["o_proj"]), "^fp8_filter: needs fp8, a recipe$"),
     (dict(fp8_head=True), "^fp8_head: needs fp8, a recipe$"),
-    (
-        dict(fp8="rowwise_with_gw_hp", fp8_head=True),
-        "^fp8_head: needs fp8 to be tensorwise or rowwise, got 'rowwise_with_gw_hp'$",
-    ),
-    (
-        dict(fp8="rowwise", fp8_head=True, fused_linear_cross_entropy=False),
-        "^fp8_head: the head of 'llama' cannot be in FP8: fused_linear_cross_entropy is off",
-    ),
+    (dict(fp8="rowwise_with_gw_hp", fp8_head=True), "^fp8_head: needs fp8 to be tensorwise or rowwise, got "),
+    (dict(fp8="rowwise", fp8_head=True, fused_linear_cross_entropy=False), "^fp8_head: the head of 'llama' cannot"),
 ]
 
 
@@ -309,11 +297,9 @@ def test_wrong_flags(flags, message, fast):
 
 
 def test_wrong_arguments(monkeypatch):
-    bf16_or_fp32 = "fp8: the model must have weights in bfloat16 or float32, got float16"
     for call, said in (
-        (lambda: train_in_fp8(llama(), "fp8"), f"fp8: must be one of {RECIPES_SAID} 'fp8'"),
         (lambda: train_in_fp8(llama(), None), "fp8: must be one of .*, got None"),
-        (lambda: train_in_fp8(llama().half()), bf16_or_fp32),
+        (lambda: train_in_fp8(llama().half()), "fp8: the model must have weights in bfloat16 or float32, got float16"),
         (lambda: LigerFloat8TrainingLinear.of(nn.Linear(24, 16)), "weight must have sizes that are multiples of 16"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -332,25 +318,23 @@ def by_trainer(model: nn.Module, flags: dict, folder, **more) -> nn.Module:
 
 
 def of_classes(make_one) -> nn.Module:
-    try:
-        return make_one()
-    finally:
-        liger.restore()
+    model = make_one()
+    liger.restore()
+    return model
 
 
-AS_MADE = dict(dtype=torch.bfloat16, attn_implementation="eager")
+def loaded(auto, folder, **flags) -> nn.Module:
+    return auto.from_pretrained(folder / "saved", dtype=torch.bfloat16, attn_implementation="eager", **flags)
+
+
+STOCK, AUTO = transformers.LlamaForCausalLM, liger.AutoLigerKernelForCausalLM
 DOORS = {
     "instance": lambda stock, flags, folder: patch(stock, **flags) or stock,
     "function": lambda stock, flags, folder: liger.apply_liger_kernel_to_llama(model=stock, **flags) or stock,
     "classes": lambda stock, flags, folder: of_classes(
-        lambda: (
-            liger.apply_liger_kernel_to_llama(**flags)
-            or transformers.LlamaForCausalLM.from_pretrained(folder / "saved", **AS_MADE)
-        )
+        lambda: liger.apply_liger_kernel_to_llama(**flags) or loaded(STOCK, folder)
     ),
-    "auto": lambda stock, flags, folder: of_classes(
-        lambda: liger.AutoLigerKernelForCausalLM.from_pretrained(folder / "saved", **AS_MADE, **flags)
-    ),
+    "auto": lambda stock, flags, folder: of_classes(lambda: loaded(AUTO, folder, **flags)),
     "trainer": by_trainer,
 }
 
@@ -366,7 +350,7 @@ def test_doors(door, fast, heads, tmp_path):
     """lead to the same model, its copies, and the same report; with ``restore`` it is stock again."""
     flags = {"fp8": "rowwise", "fp8_filter": ["o_proj"], "fp8_head": True}
     llama().save_pretrained(tmp_path / "saved")
-    stock = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", **AS_MADE).to(DEVICE).train()
+    stock = loaded(STOCK, tmp_path).to(DEVICE).train()
     weights, expected = {k: v.clone() for k, v in stock.state_dict().items()}, step(copy.deepcopy(stock))[1]
     plain = copy.deepcopy(stock)
     patch(plain, **flags)
@@ -417,36 +401,29 @@ def test_classes(fast):
     """Models that are made later, and within others, are in FP8; before and after, not."""
     before = llama()
     liger.apply_liger_kernel_to_llama(fp8="tensorwise", fp8_filter=lambda m, name: name != "lm_head")
-    try:
-        with torch.device("meta"):
-            empty = transformers.LlamaForCausalLM(before.config)
-        others = transformers.LlamaForSequenceClassification(before.config), transformers.LlamaModel(before.config)
-        assert [len(in_fp8(model)) for model in (empty, *others, llama())] == [LINEARS] * 4
-        with pytest.raises(ValueError, match="fp8: the model must have weights in bfloat16 or float32, got float16"):
-            transformers.AutoModelForCausalLM.from_config(before.config, dtype=torch.float16)
-        quantised = copy.deepcopy(before.config)
-        # as from_pretrained has it when it makes the model
-        quantised.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-        said = "LlamaForCausalLM: fp8='tensorwise' has no effect, because the model is quantised"
-        with pytest.warns(UserWarning, match=said):
-            assert not in_fp8(transformers.LlamaForCausalLM(quantised))
-        fails = {"post_init": lambda self: (_ for _ in ()).throw(RuntimeError("no model"))}
-        with pytest.raises(RuntimeError, match="no model"):  # whatever happens to one model, the next is in FP8
-            type("Broken", (transformers.LlamaModel,), fails)(before.config)
-        assert len(in_fp8(transformers.LlamaModel(before.config))) == LINEARS
-        assert not in_fp8(before) and not in_fp8(make("mistral", torch.bfloat16))
-    finally:
-        liger.restore()
+    with torch.device("meta"):
+        empty = STOCK(before.config)
+    others = transformers.LlamaForSequenceClassification(before.config), transformers.LlamaModel(before.config)
+    assert [len(in_fp8(model)) for model in (empty, *others, llama())] == [LINEARS] * 4
+    with pytest.raises(ValueError, match="fp8: the model must have weights in bfloat16 or float32, got float16"):
+        transformers.AutoModelForCausalLM.from_config(before.config, dtype=torch.float16)
+    quantised = copy.deepcopy(before.config)
+    # as from_pretrained has it when it makes the model
+    quantised.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.warns(UserWarning, match="fp8='tensorwise' has no effect, because the model is quantised"):
+        assert not in_fp8(STOCK(quantised))
+    fails = {"post_init": lambda self: (_ for _ in ()).throw(RuntimeError("no model"))}
+    with pytest.raises(RuntimeError, match="no model"):  # whatever happens to one model, the next is in FP8
+        type("Broken", (transformers.LlamaModel,), fails)(before.config)
+    assert len(in_fp8(transformers.LlamaModel(before.config))) == LINEARS
+    assert not in_fp8(before) and not in_fp8(make("mistral", torch.bfloat16))
+    liger.restore()
     assert not in_fp8(llama()) and "__init__" not in vars(transformers.LlamaForSequenceClassification)
 
 
 def test_auto_classes_leave_other_models_alone(fast):
-    config = llama().config
-    try:
-        model = liger.AutoLigerKernelForCausalLM.from_config(config, fp8="rowwise")
-        assert len(in_fp8(model)) == LINEARS and not in_fp8(transformers.LlamaForCausalLM(config))
-    finally:
-        liger.restore()
+    model = AUTO.from_config(llama().config, fp8="rowwise")
+    assert len(in_fp8(model)) == LINEARS and not in_fp8(STOCK(llama().config))
 
 
 def test_the_report_of_a_model_of_torchao(nodes):

@@ -12,15 +12,14 @@ import weakref
 
 import pytest
 import torch
-from hf_models import assert_same_bits, assert_same_learning, make, step, stock, tokens
+from hf_models import assert_same_learning, make, step, tokens
 from processes import start_ranks
-from quick import further, words
+from quick import further
 from torch import nn
 from transformers.models.llama import modeling_llama
 
 import liger_kernel.transformers as liger
 from liger_kernel.transformers.patching import patches as patching
-from liger_kernel.transformers.patching.report import patches_report
 from liger_kernel.transformers.recognise import families
 
 pytestmark = pytest.mark.usefixtures("models_by_references")
@@ -39,60 +38,7 @@ def doubled(function):
     return twice
 
 
-class Uneven(nn.Module):
-    """Rotary tables of the user's own, of which no two columns are equal."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.tables = module.forward
-
-    def forward(self, *args, **kwargs):
-        cos, sin = self.tables(*args, **kwargs)
-        scale = torch.linspace(0.5, 1.5, cos.shape[-1], dtype=cos.dtype, device=cos.device)
-        return cos * scale, sin * scale.flip(-1)
-
-
-def by_module(parent: nn.Module) -> None:
-    parent.rotary_emb = Uneven(parent.rotary_emb)
-
-
-# halves; of every second column; normed first; neighbours; a part of the head; neighbours taken
-# apart; once; sections
-@pytest.mark.parametrize("family", words("llama cohere qwen3 glm4 stablelm deepseek_v3 gpt_oss qwen2_vl"))
-def test_rotary_tables_are_read_as_stock_reads_them(family):
-    """Whatever a module in the place of the model's own returns, and whenever it came there."""
-    with stock(family):
-        plain, ours = make(family), patched(make(family))
-        parents = [m for model in (plain, ours) for m in model.modules() if hasattr(m, "rotary_emb")]
-        assert parents and "rope" in str(patches_report(ours))
-        for parent in parents:
-            by_module(parent)
-        expected = step(plain)[1]
-    assert_same_learning(step(ours)[1], expected)
-
-
 GLOBALS = ["apply_rotary_pos_emb", "eager_attention_forward", "repeat_kv"]
-
-
-@pytest.mark.parametrize("name", GLOBALS)
-def test_functions_replaced_later_count(name, monkeypatch):
-    """Those of the modeling module; and what is given back."""
-    model = patched(make("llama", num_hidden_layers=1, attn_implementation="eager"))
-    first = step(model)[1]
-    function = getattr(modeling_llama, name)
-    if name == "eager_attention_forward":
-        replaced = lambda *args, **kwargs: (2 * (out := function(*args, **kwargs))[0], out[1])
-    else:
-        replaced = doubled(function)
-    stock = make("llama", num_hidden_layers=1, attn_implementation="eager")
-    with monkeypatch.context() as patch:
-        patch.setattr(modeling_llama, name, replaced)
-        expected = step(stock)[1]
-        assert_same_learning(step(model)[1], expected)
-        assert abs(expected["loss"] - first["loss"]) > 1e-5
-    assert_same_bits(step(model)[1], first)
-    liger.restore(model)
-    assert_same_bits(step(model)[1], step(stock)[1])
 
 
 @pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"])

@@ -2,7 +2,6 @@
 and functions, and the frameworks themselves."""
 
 import contextlib
-import copy
 import inspect
 import subprocess
 import sys
@@ -214,37 +213,6 @@ def test_names_of_parameters_that_are_those_of_locals():
 
     assert _named_as(variant, lambda self, h: None)(None, h=3) == 12
     assert [*inspect.signature(variant).parameters] == ["self", "h"]
-
-
-def test_replicas_of_a_patched_model():
-    """As DataParallel makes them: what runs is the replica's own, with its own weights."""
-    model = make("llama", num_hidden_layers=1)
-    stock = snapshot(model)
-    expected = step(model)[1]
-    liger._apply_liger_kernel_to_instance(model=model)
-
-    def replicated(module):
-        replica = module._replicate_for_data_parallel()
-        for name, child in module._modules.items():
-            setattr(replica, name, replicated(child))
-        for name, p in module._parameters.items():  # replicas hold tensors that are no parameters
-            setattr(replica, name, None if p is None else 2 * p.detach())
-        return replica
-
-    twin, doubled = replicated(model), copy.deepcopy(model)
-    with torch.no_grad():
-        for p in doubled.parameters():
-            p.mul_(2)
-    assert twin.forward.__self__ is twin and twin.model.norm.forward.__self__ is twin.model.norm
-    out = twin(**tokens(), use_cache=False)
-    torch.testing.assert_close(out.loss, step(doubled)[1]["loss"].detach())
-    assert out.logits is None
-    liger.restore(twin)
-    assert not any(map(is_patched, twin.modules()))
-    assert_same_learning(step(model)[1], expected)
-    assert step(model)[0].logits is None
-    liger.restore(model)
-    assert_untouched(stock)
 
 
 def test_what_somebody_else_put_over_ours_stays():

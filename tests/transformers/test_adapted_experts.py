@@ -310,16 +310,3 @@ def test_reasons(ran, reason):
     if "float64" not in reason and "scaling" not in reason:  # PEFT itself cannot run such a scaling
         step(model, tokens(**BATCH))
     assert not ran
-
-
-@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-def test_learnt_scalings(ran, shape):
-    """As beside a second adapter: for one alone, PEFT's product takes no learnt tensor."""
-    model = adapted()
-    second = peft.LoraConfig(r=2, target_modules=[], target_parameters=BOTH, init_lora_weights=True)
-    model.add_adapter("second", second)
-    model.base_model.set_adapter(["default", "second"])
-    for m in wrappers(model):
-        m.learnt = m.scaling["default"] = nn.Parameter(torch.full(shape, 0.7, device=DEVICE))
-    assert_same(model)
-    assert ran == [(2, 2)]

@@ -20,7 +20,7 @@ from watching import noted, saved
 from liger_kernel.nn import float8 as stored
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import float8
-from liger_kernel.transformers import projections_report, quantize_base, restore
+from liger_kernel.transformers import projections_report, quantize_base
 from liger_kernel.transformers.recognise import experts
 from liger_kernel.transformers.recognise.storages import Fallback
 
@@ -156,21 +156,6 @@ def test_an_expert_alone_is_made_dense(monkeypatch):
         assert sizes.pop() == dense[index].shape and not sizes
     for index in (dense[:, 0, 0] > 0, (slice(None), 1)):
         assert torch.equal(of.gate_up_proj[index], dense[index])
-
-
-@needs_kernels
-@pytest.mark.parametrize("first", ["fp8", "patch"])
-def test_peft_finds_stored_experts_by_whole_names(ran, first):
-    """And nests its wrappers the other way."""
-    model = tiny()
-    for change in (in_fp8, patch) if first == "fp8" else (patch, in_fp8):
-        change(model)
-    model = adapted(model, [f"model.layers.0.mlp.{name}" for name in BOTH])
-    found = learnt(model)
-    assert ran == ["adapted adapted_moe"] and not projections_report(model).stock
-    restore(model)
-    assert_same_learning(found, learnt(model), 1e-5)
-    assert len(ran) == 1 and experts.is_wrapper(model.get_base_model().model.layers[0].mlp.experts)
 
 
 def test_code_that_is_compiled_reads_plain_tensors(monkeypatch):

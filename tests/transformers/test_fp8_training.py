@@ -381,22 +381,6 @@ def test_doors(door, fast, heads, tmp_path):
     assert_bits(step(model)[1], expected)
 
 
-def test_the_last_call_decides(fast, heads):
-    model = patched("tensorwise")
-    patch(model, fp8="rowwise", fp8_filter=["mlp"])
-    assert [model.get_submodule(name).recipe for name in in_fp8(model)] == ["rowwise"] * 4
-    patch(model, fp8=False)
-    assert len(in_fp8(model)) == 4, "only restore undoes a patch"
-    heads.clear()
-    for flags in (dict(fp8="rowwise", fp8_head=True), dict(fp8="rowwise"), dict(fp8="tensorwise", fp8_head=True)):
-        patch(model, **flags)
-        step(model)
-    liger.restore(model)
-    patch(model)
-    step(model)
-    assert heads == ["rowwise", None, "tensorwise", None]
-
-
 def test_classes(fast):
     """Models that are made later, and within others, are in FP8; before and after, not."""
     before = llama()
@@ -498,24 +482,6 @@ def test_weights_that_are_sharded_or_quantised(fast):
         quantise.quantize_(each, quantise.Int8WeightOnlyConfig(version=2))
     assert type(model[0]) is LigerFloat8TrainingLinear and torch.equal(model(x), stock(x))
     assert not torch.equal(model(x), in_8_bits)
-
-
-def test_tied_embeddings(fast):
-    """The head stays in 16 bits, unless a function takes it; the embedding learns twice."""
-    untied, tied = llama(), patched("tensorwise", tie_word_embeddings=True)
-    assert len(in_fp8(tied)) == LINEARS and tied.lm_head.weight is tied.model.embed_tokens.weight
-    untied.load_state_dict(tied.state_dict())
-    patch(untied, fp8="tensorwise")
-    apart, together = step(untied)[1], step(tied)[1]
-    both = apart.pop("lm_head.weight") + apart["model.embed_tokens.weight"]
-    torch.testing.assert_close(together.pop("model.embed_tokens.weight"), both, rtol=2**-6, atol=1e-3)
-    del apart["model.embed_tokens.weight"]
-    assert_bits(together, apart)
-    patch(tied, fp8="tensorwise", fp8_filter=lambda m, name: True)
-    assert "lm_head" not in in_fp8(tied), "257 classes are no multiple of 16"
-    tied = patched(dict(fp8="tensorwise", fp8_filter=lambda m, name: True), tie_word_embeddings=True, vocab_size=272)
-    assert "lm_head" in in_fp8(tied)
-    assert abs(step(tied)[1]["loss"] - step(llama(tie_word_embeddings=True, vocab_size=272))[1]["loss"]) < 0.1
 
 
 def adapted(model: nn.Module) -> nn.Module:

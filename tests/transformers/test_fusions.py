@@ -17,13 +17,13 @@ from hf_models import DEVICE, checkpointed, group_of_one, make, served_by_kernel
 from quick import further
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.utils.deprecation import deprecate_kwarg
 from watching import noted
 
 import liger_kernel.transformers as ours
 from liger_kernel.ops._core import operator as _op
-from liger_kernel.transformers import class_patches, instance_patches, restore
+from liger_kernel.transformers import class_patches, restore
 from liger_kernel.transformers.patching.patches import core, within
 from liger_kernel.transformers.recognise import slots
 from liger_kernel.transformers.rewrite import joined_steps, rules
@@ -176,20 +176,6 @@ def test_a_residual_that_is_changed_raises_as_in_stock():
         y.sum().backward()
 
 
-def test_wrapped_methods_of_live_models_get_our_rope(monkeypatch):
-    """As those of transformers 4 are, for arguments of older names."""
-    for cls in (LlamaAttention, LlamaDecoderLayer):
-        monkeypatch.setattr(cls, "forward", renamed("past_key_value", new_name="past_key_values")(cls.forward))
-    with served_by_kernels_or_references():
-        model = make("llama", num_hidden_layers=1)
-        expected = step(model)[1]
-        patches = instance_patches(model, "llama", dict(rope=True, rms_norm=True, glu=True, rematerialise=True), None)
-        labels = [p.label for p in patches]
-        assert sum(label.startswith("rope") for label in labels) == 1 and "add_norm, rematerialised(cheap)" in labels
-        patches.apply()
-        assert_close(step(model)[1], expected, 1e-4)
-
-
 def attentions_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "q_norm")]
 
@@ -220,19 +206,6 @@ def test_norms_of_heads_go_with_their_rotation(turns, family, whole_class):
         restore(None if whole_class else model)
         step(model, batch)
         assert not turns
-
-
-@pytest.mark.parametrize("flag", ["rope", "rms_norm"])
-def test_norms_and_rotation_need_both_flags(turns, flag):
-    with served_by_kernels_or_references():
-        model = make("qwen3")
-        interpreted()
-        ours._apply_liger_kernel_to_instance(model, **{flag: False})
-        step(model, tokens(1, 5, ignored=1))
-        restore(model)
-        ours.apply_liger_kernel_to_qwen3(**{flag: False})
-        step(model, tokens(1, 5, ignored=1))
-    assert not turns
 
 
 JOINED = "residual = x; x = self.first_norm(x); x = residual + x; y = self.second_norm(x); return x + y"

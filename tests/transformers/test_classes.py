@@ -6,7 +6,8 @@ import pickle
 import types
 
 import pytest
-from hf_models import assert_same_learning, group_of_one, make, snapshot, step, tokens
+import torch
+from hf_models import DEVICE, assert_same_learning, assert_untouched, group_of_one, make, snapshot, step, tokens
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import is_parametrized
@@ -125,18 +126,26 @@ def test_fsdp2(first, mesh):
         assert [type(m) for m in model.modules()] == [attributes["__class__"] for _, attributes in before]
 
 
-def test_hooks_of_accelerate_that_come_off():
-    hooks = pytest.importorskip("accelerate.hooks")
+def test_hooks_of_accelerate():
+    """Those that offload weights see every call, patched before and after they came, and come off."""
+    accelerate = pytest.importorskip("accelerate")
+    expected = step(llama(False))[1]["loss"]
     for patch_first in (True, False):
         model = llama(patch_first)
-        for m in model.modules():
-            hooks.add_hook_to_module(m, hooks.ModelHook())
+        accelerate.cpu_offload(model, execution_device=torch.device(DEVICE))
+        before = snapshot(model)
         if not patch_first:
             liger._apply_liger_kernel_to_instance(model=model)
-        assert step(model)[0].logits is None
-        hooks.remove_hook_from_module(model, recurse=True)
-        assert step(model)[0].logits is None
-        liger._apply_liger_kernel_to_instance(model=model)
+        with torch.no_grad():
+            out = model(**{k: v.cpu() for k, v in tokens().items()}, use_cache=False)
+        assert out.logits is None
+        torch.testing.assert_close(out.loss.to(DEVICE), expected, rtol=1e-5, atol=1e-5)
+        if not patch_first:
+            liger.restore(model)
+            assert_untouched(before)
+            liger._apply_liger_kernel_to_instance(model=model)
+        accelerate.hooks.remove_hook_from_submodules(model)
+        assert model.to(DEVICE)(**tokens()).logits is None
         liger.restore(model)
-        assert not any(map(is_patched, model.modules())) and model(**tokens()).logits is not None
-        assert not any(is_ours(m.forward) for m in model.modules())
+        assert model(**tokens()).logits is not None
+        assert not any(is_patched(m) or is_ours(m.forward) for m in model.modules())

@@ -434,35 +434,6 @@ def test_float16_is_refused(by, tmp_path, request):
         by_trainer(llama().float(), {"fp8": "tensorwise"}, tmp_path, fp16=True)
 
 
-def trained_for(steps: int, model: nn.Module, between=lambda model: None) -> tuple[list[float], dict]:
-    """Losses of steps of two micro-batches each, and the weights that they lead to."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for i in range(steps):
-        for seed in (2 * i, 2 * i + 1):
-            loss = model.train()(**tokens(seed=seed)).loss
-            loss.backward()
-            losses.append(loss.item())
-            between(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        between(model)
-    return losses, model.state_dict()
-
-
-def test_what_happens_between_steps(fast, monkeypatch):
-    """Generation, evaluation and what is kept over calls change no bit."""
-    found = []
-    generated = lambda model: model.eval().generate(tokens()["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
-    for between in (lambda model: None, generated, None):
-        model = patched("tensorwise")
-        if between is None:
-            monkeypatch.setattr(float8_training, "_alone", lambda: False)  # as in several processes
-        found.append(trained_for(2, model, between or (lambda model: None)))
-    for losses, weights in found[1:]:
-        assert losses == found[0][0]
-        assert_bits(weights, found[0][1])
-
-
 def test_weights_that_are_sharded_or_quantised(fast):
     """are multiplied as they are, and the report says so."""
     stock = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16)).to(DEVICE, torch.bfloat16)

@@ -234,16 +234,6 @@ def test_recordings_know_all_that_they_read():
     assert replays(followed(run, weight_decay=0.3)[1]) == 7
 
 
-def test_a_rate_that_was_a_tensor():
-    def run(model, optimizer):
-        optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.25, device=DEVICE)
-        steps(model, optimizer, range(3))
-        optimizer.param_groups[0]["lr"] = float(rate.fill_(0.5))
-        steps(model, optimizer, range(3))
-
-    followed(run)
-
-
 def test_an_optimizer_that_is_gone_leaves_nothing():
     _, optimizer = made()
     gone = weakref.ref(graphs.wrap(optimizer))

@@ -26,13 +26,7 @@ from liger_kernel.train import loop, model as train_model
 from liger_kernel.train.config import TrainConfig
 from liger_kernel.train.loop import evaluate
 from liger_kernel.train.token_rows import IGNORE, TokenRows
-from liger_kernel.transformers import (
-    _apply_liger_kernel_to_instance,
-    apply_liger_kernel_to_llama,
-    attention,
-    lazy_mask,
-    restore,
-)
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, attention, lazy_mask
 from liger_kernel.transformers.recognise.compare import references
 from liger_kernel.transformers.rewrite import rules
 
@@ -435,16 +429,6 @@ def test_a_model_called_by_another_sees_its_own_documents(when, other):
     WHEN[when](model, look)
     model(**of_length(7), use_cache=False).loss.backward()
     assert found and all(torch.equal(y, expected) for y in found)
-
-
-@pytest.mark.parametrize("live", [True, False])
-def test_restored_models_ask_again(live):
-    model = packing_model("llama", attends="sdpa")
-    asked = scalars_read(model, **of_length(7))
-    (_apply_liger_kernel_to_instance(model=model) if live else apply_liger_kernel_to_llama())
-    assert scalars_read(model, **of_length(7)) == 0
-    restore(model if live else None)
-    assert scalars_read(model, **of_length(7)) == asked > 0
 
 
 @pytest.mark.parametrize("where", ["a model inside", "adapters", "no gradient", "inference"])

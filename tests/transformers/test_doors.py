@@ -18,13 +18,14 @@ from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_r
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama
+from watching import noted
 
 import liger_kernel.transformers as liger
 from liger_kernel import nn as lnn, ops
 from liger_kernel.transformers import functional
 from liger_kernel.transformers.patching import patches as patching
 from liger_kernel.transformers.patching.select import _named_as
-from liger_kernel.transformers.recognise import families, slots
+from liger_kernel.transformers.recognise import families, ropes, slots
 from liger_kernel.transformers.recognise.families import infer
 
 
@@ -112,6 +113,16 @@ def test_classes_of_other_families_are_said(monkeypatch):
         warnings.simplefilter("error")
         liger.apply_liger_kernel_to_qwen2_vl(rms_norm=True)
         liger.apply_liger_kernel_to_llama(rms_norm=True, swiglu=True)
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+def test_a_method_that_calls_one_of_two_rope_functions(interleave, monkeypatch):
+    """Gets both in a live model, as in its classes."""
+    model = make("deepseek_v3", rope_interleave=interleave)
+    liger.apply_liger_kernel_to_deepseek_v3(model=model, rope=True)
+    calls = noted(monkeypatch, ropes, "rope", lambda *_, **__: None)
+    step(model)
+    assert len(calls) == model.config.num_hidden_layers
 
 
 def test_names_of_parameters_that_are_those_of_locals():

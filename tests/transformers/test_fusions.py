@@ -148,6 +148,30 @@ def test_within_wrappers_of_transformers(calls):
     assert core(others := timed(Layer.forward)) is others and rules.fused(others) is None
 
 
+class Decorated(Norm):
+    @functools.wraps(Norm.forward)
+    def forward(self, x):
+        return Norm.forward(self, x)
+
+
+MORE_THAN_OURS = {
+    "hooked": lambda layer: layer.first_norm.register_forward_hook(lambda *_: None),
+    "stock": lambda layer: setattr(layer, "first_norm", nn.RMSNorm(8, eps=0.1)),
+    "wrapped": lambda layer: setattr(layer.first_norm, "forward", functools.partial(Norm.forward, layer.first_norm)),
+    "decorated": lambda layer: setattr(layer.first_norm, "__class__", Decorated),
+}
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", MORE_THAN_OURS)
+def test_norms_that_are_more_are_called(calls, change):
+    layers = Layer(), Layer()
+    for layer in layers:
+        MORE_THAN_OURS[change](layer)
+    assert_close(run(rules.fused(Layer.forward), layers[0]), run(Layer.forward, layers[1]))
+    assert calls == [True]
+
+
 @needs_kernels
 def test_what_does_not_fit_is_added_as_it_was(calls):
     layer, x = Layer().to(DEVICE), torch.randn(2, 3, 8, device=DEVICE)

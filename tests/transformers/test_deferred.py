@@ -191,6 +191,19 @@ def test_recipes_go_without_the_garbage_collector():
     assert gone() is None
 
 
+def test_a_head_multiplies_under_the_autocast_of_its_call():
+    """A loss function that turns autocast off does not turn it off for the head."""
+    head, hidden = nn.Linear(H, V, device=DEVICE), torch.randn(B, T, H, device=DEVICE)
+    fused_loss = lambda x: F.cross_entropy(x.float().view(-1, V), TARGET)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        x, logits = deferred(head, hidden, LossRequest()), head(hidden)
+        expected = fused_loss(x)
+    assert x.dtype == torch.bfloat16
+    assert torch.equal(fused_loss(x), expected)
+    assert torch.equal(x.float() + 0, logits.float())
+    assert torch.equal(x + 0, logits)
+
+
 def test_heads_of_models_are_found_wherever_they_are():
     model = make("llama", num_hidden_layers=1)
     assert place_of_head(model) == (model, "lm_head")

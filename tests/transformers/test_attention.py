@@ -176,13 +176,6 @@ def test_documents_are_learnt_as_if_each_were_alone(model_type, patched, calls, 
     assert calls == [(3, 0) if kind == "sliding_attention" else (-1, 0) for kind in kinds]
 
 
-def test_recurrent_layers_get_bounds_too(calls):
-    packed, alone = batches()
-    expected = learnt(packing_model("olmo_hybrid", True, "sdpa"), alone)
-    assert_same_learning(learnt(packing_model("olmo_hybrid", True), packed), expected, 1e-5)
-    assert calls == [(-1, 0)]
-
-
 def test_a_window_wider_than_any_document_is_none(calls):
     learnt(packing_model("mistral", sliding_window=13), batches()[0])
     assert calls == [(-1, 0)] * 2

@@ -11,7 +11,6 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from hf_models import (
     DEVICE,
     assert_untouched,
-    checkpointed,
     everything_of,
     make,
     served_by_kernels_or_references,
@@ -144,12 +143,6 @@ def test_parameters_stay(fast):
     copied = copy.deepcopy(model)
     step(copied)
     assert all(p.grad is None for p in model.parameters()) and all(p.grad is not None for p in copied.parameters())
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(use_reentrant, fast):
-    """gives the same bits."""
-    assert_bits(step(patched("tensorwise"))[1], step(checkpointed(patched("tensorwise"), use_reentrant))[1])
 
 
 @pytest.fixture
@@ -379,6 +372,22 @@ def test_doors(door, fast, heads, tmp_path):
     liger.restore(model)
     assert not in_fp8(model)
     assert_bits(step(model)[1], expected)
+
+
+def test_the_last_call_decides(fast, heads):
+    model = patched("tensorwise")
+    patch(model, fp8="rowwise", fp8_filter=["mlp"])
+    assert [model.get_submodule(name).recipe for name in in_fp8(model)] == ["rowwise"] * 4
+    patch(model, fp8=False)
+    assert len(in_fp8(model)) == 4, "only restore undoes a patch"
+    heads.clear()
+    for flags in (dict(fp8="rowwise", fp8_head=True), dict(fp8="rowwise"), dict(fp8="tensorwise", fp8_head=True)):
+        patch(model, **flags)
+        step(model)
+    liger.restore(model)
+    patch(model)
+    step(model)
+    assert heads == ["rowwise", None, "tensorwise", None]
 
 
 def test_classes(fast):

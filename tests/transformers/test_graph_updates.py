@@ -230,8 +230,12 @@ def test_recordings_know_all_that_they_read():
         steps(model, optimizer, range(3))
         optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(0.0, device=DEVICE)
         steps(model, optimizer, range(3))
+        optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.25, device=DEVICE)
+        steps(model, optimizer, range(3))
+        optimizer.param_groups[0]["lr"] = float(rate.fill_(0.5))  # which was a tensor
+        steps(model, optimizer, range(3))
 
-    assert replays(followed(run, weight_decay=0.3)[1]) == 7
+    assert replays(followed(run, weight_decay=0.3)[1]) == 13
 
 
 def test_an_optimizer_that_is_gone_leaves_nothing():

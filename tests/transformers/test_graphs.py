@@ -268,14 +268,6 @@ def test_kinds_of_batches(more, why):
     assert why in graphs.report(model)
 
 
-def test_outputs_of_tokens_have_the_length_of_the_batch():
-    stock, model = patched(on=False), patched()
-    for T in (54, 56, 58):
-        (want, _), (found, _) = (step(m, batch(T), skip_logits=False) for m in (stock, model))
-        torch.testing.assert_close(found.logits, want.logits, atol=1e-5, rtol=1e-5)
-    assert recorded(model).replays == 2
-
-
 def test_a_model_that_cannot_be_recorded(monkeypatch):
     model = patched()
     monkeypatch.setattr(Repeated, "record", lambda self, run: (_ for _ in ()).throw(RuntimeError("it waits")))

@@ -336,13 +336,6 @@ def test_scores_without_logits(family, config, losses, computed):
     assert losses == [not config] and not computed
 
 
-def test_scores_of_a_head_that_drops(computed):
-    """Means and log-probabilities are of one mask."""
-    expected = of_logits(adapted(lora_dropout=0.5))
-    assert_same_learning(of_scores(adapted(lora_dropout=0.5)), expected, 3e-5)
-    assert not computed
-
-
 @pytest.mark.parametrize("config", further({}, COPY), ids=["lora", "copy"])
 def test_compiled(config):
     torch._dynamo.reset()

@@ -1,5 +1,6 @@
 """The recipe for logits, the heads it can hold, and the contract of a patched ``forward``."""
 
+import copy
 import importlib
 import inspect
 import pickle
@@ -261,6 +262,22 @@ def test_when_logits_are_left_out(computed):
     assert present(**batch, skip_logits=False)
     assert not present(**batch, skip_logits=True)
     assert not computed
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+def test_loss_arguments(training, skip):
+    model = make("llama", num_hidden_layers=1).train(training)
+    ours, batch = patched(copy.deepcopy(model)), tokens()
+    for case in (
+        dict(num_items_in_batch=7),
+        dict(num_items_in_batch=torch.tensor(11)),
+        dict(num_items_in_batch=torch.tensor([5.0])),
+        dict(shift_labels=F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()),
+        dict(labels=batch["input_ids"], ignore_index=int(batch["labels"][0, -1])),
+    ):
+        found, expected = ours(**batch | case, skip_logits=skip).loss, model(**batch | case).loss
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6)
 
 
 def test_shift_labels_alone_and_not_contiguous():

@@ -18,15 +18,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from watching import noted
 
+from liger_kernel import ops
 from liger_kernel.nn import LigerCrossEntropyLoss, liger_cross_entropy
-from liger_kernel.ops import (
-    cross_entropy,
-    fused_ce_tvd,
-    logit_divergence,
-    softmax,
-    sparsemax,
-    vocab_parallel_cross_entropy,
-)
 from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.losses.grpo_loss import triton_grpo_loss
 from liger_kernel.transformers import class_patches, instance_patches, restore
@@ -115,15 +108,15 @@ OURS = {
     "with a z-loss": lambda x: LigerCrossEntropyLoss(lse_square_scale=0.1)(x.view(-1, V), TARGET),
     "with an accuracy": lambda x: liger_cross_entropy(x.view(-1, V), TARGET, return_token_accuracy=True).loss,
     "of channels": lambda x: liger_cross_entropy(x.transpose(1, 2), TARGET.view(B, T)),
-    "cross_entropy": lambda x: cross_entropy(x.view(-1, V), TARGET),
-    "logit_divergence": lambda x: logit_divergence(x, EVEN) + logit_divergence(EVEN, x, kind="forward_kl"),
-    "fused_ce_tvd": lambda x: torch.stack(fused_ce_tvd(x.view(-1, V), EVEN.view(-1, V), TARGET)).sum(),
-    "vocab_parallel_cross_entropy": lambda x: vocab_parallel_cross_entropy(x, TARGET.view(B, T)),
+    "cross_entropy": lambda x: ops.cross_entropy(x.view(-1, V), TARGET),
+    "logit_divergence": lambda x: ops.logit_divergence(x, EVEN) + ops.logit_divergence(EVEN, x, kind="forward_kl"),
+    "fused_ce_tvd": lambda x: torch.stack(ops.fused_ce_tvd(x.view(-1, V), EVEN.view(-1, V), TARGET)).sum(),
+    "vocab_parallel_cross_entropy": lambda x: ops.vocab_parallel_cross_entropy(x, TARGET.view(B, T)),
     "triton_grpo_loss": lambda x: triton_grpo_loss(
         x, None, None, TARGET.view(B, T)[:, 1:].clamp(min=0), torch.ones(B, device=DEVICE), beta=0.0
     )[0].sum(),
-    "softmax": lambda x: softmax(x)[..., 0].sum(),
-    "sparsemax": lambda x: sparsemax(x).square().sum(),
+    "softmax": lambda x: ops.softmax(x)[..., 0].sum(),
+    "sparsemax": lambda x: ops.sparsemax(x).square().sum(),
 }
 RECORDED |= {name: OURS[name] for name in list(OURS)[:2]}
 COMPUTED |= {name: OURS[name] for name in list(OURS)[2:]}

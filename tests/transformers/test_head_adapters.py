@@ -197,14 +197,21 @@ def test_trained_tokens_of_a_tied_head(batch, losses, computed):
     assert losses == [True, False, True, False] and not computed
 
 
-def _hook(path: str):
+def _hook(path: str = ""):
     hook = lambda m, args, out: out.clone() * 1.5
     return lambda run: _head(run).get_submodule(path).register_forward_hook(hook)
 
 
-COPY = dict(target_modules=["q_proj"], modules_to_save=["lm_head"])
-PARTS = "parts of adapter 'default' are sharded, hooked or replaced"
-BASE = "a base that is sharded, hooked or quantised"
+def _of_a_shape(run):
+    _head(run).scaling["default"] = torch.ones(1, 1, device=DEVICE)
+
+
+def _in_sequence(run):
+    _head(run).lora_dropout["default"] = nn.Sequential(nn.Identity())
+
+
+def _learnt_tokens(run):
+    _head(run).token_adapter.base_layer.requires_grad_(True)
 
 
 def _tokens(n: int) -> dict:
@@ -212,30 +219,21 @@ def _tokens(n: int) -> dict:
     return dict(target_modules=["q_proj"], trainable_token_indices=[*range(n)], model_options=tied)
 
 
+COPY = dict(target_modules=["q_proj"], modules_to_save=["lm_head"])
+BASE = "a base that is sharded, hooked or quantised"
+STOCK = lambda run: None
 REASONS = {
-    "shape of scaling": (
-        {},
-        lambda run: _head(run).scaling.update(default=torch.ones(1, 1, device=DEVICE)),
-        "adapter 'default' has a scaling that is sharded, or",
-    ),
-    "DoRA": (dict(use_dora=True), lambda run: None, "DoRA, which scales"),
-    "hook": ({}, _hook(""), "hooks, or a forward of its own"),
-    "hook of A": ({}, _hook("lora_A.default"), PARTS),
-    "hook of B": ({}, _hook("lora_B.default"), PARTS),
+    "shape of scaling": ({}, _of_a_shape, "adapter 'default' has a scaling that is sharded, or"),
+    "DoRA": (dict(use_dora=True), STOCK, "DoRA, which scales"),
+    "hook": ({}, _hook(), "hooks, or a forward of its own"),
+    "hook of A": ({}, _hook("lora_A.default"), "parts of adapter 'default' are sharded, hooked or replaced"),
+    "hook of B": ({}, _hook("lora_B.default"), "parts of adapter 'default' are sharded, hooked or replaced"),
     "hook of the base": ({}, _hook("base_layer"), BASE),
-    "dropout": (
-        {},
-        lambda run: _head(run).lora_dropout.update({"default": nn.Sequential(nn.Identity())}),
-        "the dropout of adapter 'default' is hooked, or a Sequential",
-    ),
-    "tokens of a trained head": (
-        _tokens(1),
-        lambda run: _head(run).token_adapter.base_layer.requires_grad_(True),
-        "trained tokens of a weight that is no plain frozen one",
-    ),
-    "too many tokens": (_tokens(60), lambda run: None, "60 trained tokens"),
+    "dropout": ({}, _in_sequence, "the dropout of adapter 'default' is hooked, or a Sequential"),
+    "learnt head": (_tokens(1), _learnt_tokens, "trained tokens of a weight that is no plain frozen one"),
+    "too many tokens": (_tokens(60), STOCK, "60 trained tokens"),
     "copy with a hook": (COPY, _hook("modules_to_save.default"), BASE),
-    "hook of a copy": (COPY, _hook(""), "a base of class ModulesToSaveWrapper"),
+    "hook of a copy": (COPY, _hook(), "a base of class ModulesToSaveWrapper"),
 }
 
 

@@ -176,6 +176,16 @@ def test_what_is_known_without_computing(computed):
     assert not computed
 
 
+def test_what_is_cut_from_the_graph_stays_cut():
+    x, logits, _ = recipe()
+    with torch.no_grad():
+        y = x / 2.0
+    assert not y.requires_grad
+    found = F.cross_entropy(y.view(-1, V), TARGET)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, F.cross_entropy(logits.view(-1, V) / 2.0, TARGET).detach())
+
+
 def test_recipes_go_without_the_garbage_collector():
     x, *_ = recipe()
     gone = weakref.ref(x)

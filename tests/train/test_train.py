@@ -36,9 +36,10 @@ import small_runs
 import transformers
 from processes import forkserver, run_code
 from quick import further
-from small_runs import RUN, refused, small_run, write_jsonl
+from small_runs import RUN, refused, save_model, small_run, write_jsonl
 
 from liger_kernel import cli
+from liger_kernel.parallel.sharded_head import observed_inside
 from liger_kernel.train import (
     checkpoint,
     data as data_module,
@@ -60,7 +61,7 @@ from liger_kernel.train.data import load
 from liger_kernel.train.files import COUNT, NUMBER, fits
 from liger_kernel.train.loop import evaluate
 from liger_kernel.train.measure import PeakMemory
-from liger_kernel.train.model import device_and_precision, flags_for
+from liger_kernel.train.model import attend, build, device_and_precision, flags_for
 from liger_kernel.train.records import Records, standard_library
 from liger_kernel.train.token_rows import IGNORE, Data, TokenRows
 from liger_kernel.train.tokenise import CHAT_TEMPLATE, tokenise, train_bpe
@@ -403,6 +404,23 @@ def test_conversations_of_a_row_are_learnt_as_if_each_were_alone(tokenizer, atte
         found.append({"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()})
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("kernels", ["on", "off"])
+def test_padding_of_packed_rows_does_not_count_in_the_loss_of_routers(tokenizer, tmp_path, kernels):
+    """Two rows, one of which is padded, have the loss of their documents in one row without padding."""
+    folder = save_model(tmp_path, tokenizer, "Mixtral", num_local_experts=4, output_router_logits=True)
+    config = TrainConfig(model=folder, kernels=kernels)
+    losses = []
+    for length in (140, 2000):
+        rows = tokenise(CHATS, tokenizer, length, "documents")
+        model = build(config, tokenizer, torch.device("cpu"), "fp32")
+        attend(config, rows, model, torch.device("cpu"), "fp32")
+        assert len(rows) == (2 if length == 140 else 1)
+        assert not observed_inside(model)  # its steps can be recorded
+        out = model(**rows.batch(list(range(len(rows))), 0), use_cache=False)
+        losses.append(torch.stack((out.loss, out.aux_loss)))
+    torch.testing.assert_close(*losses)
 
 
 def test_the_order_is_fixed_by_the_seed_and_every_epoch_sees_every_row(tokenizer):

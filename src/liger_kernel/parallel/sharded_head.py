@@ -75,8 +75,8 @@ def hooks_of_users(module: nn.Module) -> Iterator[Hook]:
     return (hook for hook in _hooks(module) if not _is_from(hook, (*_SHARDING, *_TENSOR)))
 
 
-# hooks that do nothing unless asked, or only ask for gradients
-_HARMLESS = re.compile(r"transformers\.utils\.output_capturing|make_inputs_require_grads?$")
+# hooks that do nothing unless asked, only ask for gradients, or take away a mask
+_HARMLESS = re.compile(r"transformers\.utils\.output_capturing|make_inputs_require_grads?$|train\.model\.without_mask$")
 
 
 def observed_inside(model: nn.Module) -> bool:

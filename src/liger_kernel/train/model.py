@@ -178,7 +178,13 @@ def quantize_fp8(model: Any) -> None:
 
 
 def attend(config: TrainConfig, rows: TokenRows, model: Any, device: torch.device, precision: str) -> str:
-    """Resolve attention ``auto`` for these rows; returns the result in words."""
+    """Resolve attention ``auto`` for these rows; returns the result in words. A model with a loss of
+    its routers gets masks of padding from here on."""
+    inner = getattr(model, "get_base_model", lambda: model)()
+    # the head computes that loss and leaves padding out by the mask
+    if rows.positions is not None and getattr(inner.config, "output_router_logits", False):
+        rows.masked = True
+        inner.base_model.register_forward_pre_hook(without_mask, with_kwargs=True)
     if config.batch_invariant:
         return "liger_invariant, each document by itself"
     if config.attention != "auto":
@@ -201,6 +207,11 @@ def attend(config: TrainConfig, rows: TokenRows, model: Any, device: torch.devic
         lacking = attention.use(model)
     rows.bounded = lacking is None
     return f"{plain} with a mask, as {lacking}" if lacking else "varlen_attn, each document by itself"
+
+
+def without_mask(body: Any, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """With a mask of padding, Transformers' layers would not look for documents in positions."""
+    return args, given | {"attention_mask": None}
 
 
 def check_packing(config: TrainConfig) -> None:

@@ -81,7 +81,6 @@ class Parts(TokenRows):
     """The rows of all parts."""
 
     def __init__(self, stream: Stream):
-        self.bounded, self.multiple = False, 1
         self._stream, self._vocabulary = stream, sys.maxsize
         self._open: dict[int, TokenRows] = {}
 

@@ -70,15 +70,17 @@ class TokenRows:
     and ``bounds[i + 1]``.
 
     ``positions``: positions of the tokens in their documents, if rows have several. ``bounded``:
-    their batches also say where documents begin. ``multiple``: rows of documents are padded to a
-    multiple of it. ``held``: rows of other data, to evaluate on; its row i is pick ``~i``.
+    their batches also say where documents begin. ``masked``: and which tokens are padding.
+    ``multiple``: rows of documents are padded to a multiple of it. ``held``: rows of other data, to
+    evaluate on; its row i is pick ``~i``.
     """
 
     held: TokenRows | None = None
+    bounded = masked = False
+    multiple = 1
 
     def __init__(self, ids: Tensor, labels: Tensor, bounds: Tensor, positions: Tensor | None = None):
         self.ids, self.labels, self.bounds, self.positions = ids, labels, bounds, positions
-        self.bounded, self.multiple = False, 1
         self._targets: Tensor | None = None
         self._digest: str | None = None
 
@@ -200,7 +202,7 @@ class TokenRows:
             batch["position_ids"] = torch.where(beyond < 0, padded(positions, 0), beyond)
             if self.bounded:
                 batch |= _bounds(batch["position_ids"])
-        elif (beyond >= 0).any():
+        if (self.masked or positions[0] is None) and (beyond >= 0).any():
             batch["attention_mask"] = (beyond < 0).long()
         return batch
 

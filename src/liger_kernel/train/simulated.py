@@ -66,7 +66,7 @@ from liger_kernel.train.adapters import adapted
 from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.model import flags_for, mesh_of, options_of, patch, quantize_fp8, recompute, split
 from liger_kernel.train.stored import method_of
-from liger_kernel.transformers.recognise import projections, storages
+from liger_kernel.transformers.recognise import storages
 from liger_kernel.transformers.rewrite import joined_steps
 
 # PyTorch's allocator hands out multiples of so many bytes

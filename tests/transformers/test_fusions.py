@@ -198,15 +198,6 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
 
 
 @needs_kernels
-def test_a_residual_that_is_changed_raises_as_in_stock():
-    norm, x = Norm().to(DEVICE), torch.randn(3, 8, device=DEVICE, requires_grad=True)
-    s, y = rules.add_norm(norm, x * 1)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|is being modified inplace"):
-        s.mul_(2)
-        y.sum().backward()
-
-
-@needs_kernels
 @pytest.mark.parametrize(
     ("family", "whole_class"), [("qwen3", True), ("gemma3_text", False), *further(("qwen3_next", True))]
 )

@@ -84,9 +84,10 @@ def compressed(model: nn.Module, kind: str) -> dict[str, Tensor]:
     def hook(model: Any, args: Any) -> None:
         for name, m in model.named_modules():
             if "weight_packed" in m._parameters:
+                weight, where = decoded[name.removesuffix(".base_layer")], m.weight_packed.device
                 for part in [part for part in m._parameters if part.startswith("weight_")]:
                     delattr(m, part)
-                m.weight = nn.Parameter(decoded[name.removesuffix(".base_layer")].clone(), requires_grad=False)
+                m.weight = nn.Parameter(weight.to(where, copy=True), requires_grad=False)
         model.ct_decompress_hook.remove()
         del model.ct_decompress_hook
 
@@ -98,7 +99,7 @@ _LAYER = """
 import torch
 class {name}(torch.nn.Module):
     def forward(self, x):
-        y = x @ self.decoded.to(x.dtype)
+        y = x @ self.decoded.to(x)
         return y if self.bias is None else y + self.bias
     def qzero_format(self):
         return self.version

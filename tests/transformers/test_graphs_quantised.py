@@ -49,7 +49,7 @@ def stored(m: nn.Linear, kind: str, cls: type) -> nn.Linear:
         return new.to(DEVICE)
     new = cls(K, N, bias=False)
     packed = torch.randint(0, 256, (N * K // 2, 1), dtype=torch.uint8)
-    new.weight, new.compute_dtype = nn.Parameter(packed, requires_grad=False).to(DEVICE), torch.float32
+    new.weight, new.compute_dtype = nn.Parameter(packed.to(DEVICE), requires_grad=False), torch.float32
     how = dict(shape=m.weight.shape, blocksize=64, dtype=torch.float32, state2=None, offset=None)
     new.weight.quant_state = SimpleNamespace(
         absmax=torch.rand(N * K // 64, device=DEVICE) / 10, code=CODE.to(DEVICE), **how

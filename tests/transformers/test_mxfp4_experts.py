@@ -15,7 +15,7 @@ import transformers
 from adapters import BATCH, assert_as_near_as_stock, drawn, learnt, patch, recomputed
 from hf_models import DEVICE, assert_same_learning, make, recognised, tokens
 from safetensors.torch import load_file, save_file
-from test_experts_in_fp8 import NAMES, experts_of, needs_kernels, saved_sizes
+from test_experts_in_fp8 import NAMES, experts_of, needs_kernels
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from watching import noted
 
@@ -93,7 +93,8 @@ def test_learns_as_the_dequantised_model(published, monkeypatch, of):
     expected = learnt(model if of else dense)
     assert_same_learning(learnt(model), expected, 1e-5)
     assert not calls
-    with saved_sizes() as sizes:
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         assert_same_learning(learnt(patch(model)), expected, 1e-5)
     assert calls == [1] and not {getattr(experts_of(dense), name).numel() for name in NAMES} & set(sizes)
     report = projections_report(model)

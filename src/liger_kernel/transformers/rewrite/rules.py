@@ -82,6 +82,7 @@ from liger_kernel.transformers.rewrite.source import (
     match,
     names_in,
     replace,
+    stored_in,
     tree_of,
 )
 
@@ -203,8 +204,7 @@ def rewrite_linears(tree: ast.FunctionDef, methods: frozenset[str]) -> frozenset
     """Rewrite a forward and return the attributes that it calls as linear layers or experts.
     ``methods``: names that its class has as methods, not modules."""
     arguments = [*tree.args.posonlyargs, *tree.args.args]
-    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    if not arguments or arguments[0].arg != "self" or "self" in stored:
+    if not arguments or arguments[0].arg != "self" or "self" in stored_in(tree):
         return frozenset()
     rewriter = _Linears(methods)
     each_statement(tree.body, rewriter.statement)
@@ -275,8 +275,7 @@ class _Linears:
             if not self.leaves(statement, name):
                 break
             found += [c for c in self.calls(statement) if isinstance(c.args[0], ast.Name) and c.args[0].id == name]
-            stored = [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
-            if name in stored or isinstance(statement, ast.Return):
+            if name in stored_in(statement) or isinstance(statement, ast.Return):
                 break
         return found
 

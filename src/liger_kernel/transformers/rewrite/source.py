@@ -121,6 +121,11 @@ def names_in(node: ast.AST) -> set[str]:
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
+def stored_in(node: ast.AST) -> set[str]:
+    """The names that are assigned or deleted in it."""
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+
+
 def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
     """The blocks inside a statement; a function or class defined there is not part of the
     forward."""

@@ -265,6 +265,7 @@ def _around(model_types: Iterable[str], parts: Mapping[str, Any]) -> tuple[bool,
 
 
 def _around_callers(found: list[Patch], callers: list[Any], around: tuple[bool, ...]) -> list[Patch]:
+    """``found``, and ``around_layers`` of the forwards of ``callers``."""
     names = "packed documents", "offloading", "keeping attention", "no padding"
     label = ", ".join(itertools.compress(names, around))
     return _around_too(found, callers, label, lambda forward: made(around_layers, forward, *around))

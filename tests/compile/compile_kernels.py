@@ -118,18 +118,9 @@ def _new(*shape: int, dtype: torch.dtype = torch.float32, **more) -> torch.Tenso
 
 
 def stored_weights() -> None:
-    """Kernels of weights in FP8 and in four bits, of experts in FP8 and MXFP4, and of training in
-    FP8."""
+    """Kernels of weights in FP8, of experts in FP8 and MXFP4, and of training in FP8."""
     from liger_kernel.ops.activations import glu
-    from liger_kernel.ops.projections import (
-        float8,
-        float8_blocks,
-        float8_training,
-        four_bits,
-        grouped_blocks,
-        magnitude,
-        mxfp4,
-    )
+    from liger_kernel.ops.projections import float8, float8_blocks, float8_training, grouped_blocks, magnitude, mxfp4
 
     for dtype in DTYPES:
         for columns in (4096, 14336, 28672):
@@ -178,17 +169,11 @@ def stored_weights() -> None:
     float8.transposed(_new(4096, 14336, dtype=float8.E4))
     of_experts = _new(8, 256, 384, dtype=float8.E4), _new(8, 2, 3), _new(8, dtype=torch.int32)
     grouped_blocks.grouped_mm_blocks(_new(64, 384, dtype=torch.bfloat16), *of_experts)
-    for dtype in (torch.bfloat16, torch.float32):
-        packed, absmax = _new(14336 * 2048, 1, dtype=torch.uint8), _new(14336 * 64)
-        code, code2, absmax2, offset = (_new(n) for n in (16, 256, 3584, 1))
-        sizes = [14336, 4096], 64
-        four_bits.dense_four_bits(packed, absmax, code, None, None, None, *sizes, 1, dtype)
-        four_bits.dense_four_bits(packed, absmax.to(torch.uint8), code, absmax2, code2, offset, *sizes, 256, dtype)
 
 
 def packed_weights() -> None:
-    """Kernels of weights in packed integers and NVFP4, which every GPU decodes."""
-    from liger_kernel.ops.projections import packed_weights
+    """Kernels of weights in packed integers, NF4 and NVFP4, which every GPU decodes."""
+    from liger_kernel.ops.projections import four_bits, packed_weights
     from liger_kernel.ops.projections.float8 import E4
 
     for dtype in (torch.bfloat16, torch.float32):
@@ -206,6 +191,11 @@ def packed_weights() -> None:
         )
         nvfp4 = _new(14336, 2048, dtype=torch.uint8), _new(14336, 256, dtype=E4), None, _new(1)
         packed_weights.dense_rows(*nvfp4, 4096, 4, dtype)
+        packed, absmax = _new(14336 * 2048, 1, dtype=torch.uint8), _new(14336 * 64)
+        code, code2, absmax2, offset = (_new(n) for n in (16, 256, 3584, 1))
+        sizes = [14336, 4096], 64
+        four_bits.dense_four_bits(packed, absmax, code, None, None, None, *sizes, 1, dtype)
+        four_bits.dense_four_bits(packed, absmax.to(torch.uint8), code, absmax2, code2, offset, *sizes, 256, dtype)
 
 
 def heads_in_fp8() -> None:

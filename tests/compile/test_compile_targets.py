@@ -31,7 +31,7 @@ SMALL = (
 LACKING = {
     "sm90": ("projections.mxfp8",),
     "gfx942": (
-        *(f"projections.{name}" for name in ("float8", "mxfp8", "mxfp4", "four_bits", "grouped_blocks")),
+        *(f"projections.{name}" for name in ("float8", "mxfp8", "mxfp4", "grouped_blocks")),
         "projections.grouped_tma._mm_tma",
         "losses.float8_head",
     ),

@@ -232,6 +232,18 @@ def test_recomputed_states_change_no_bit(layer, args):
     assert_same_bits(run(lambda **a: layer(**a, recompute=True), like(given)), run(layer, like(given)))
 
 
+@pytest.mark.parametrize("arch", ["sm90", "sm100", "sm103"])
+def test_loops_over_chunks_by_tma_have_stages(arch, monkeypatch):
+    """Of 32 values and one stage, Triton 3.6 makes a kernel with an illegal access."""
+    monkeypatch.setattr(delta.launch_config, "arch", lambda: arch)
+    monkeypatch.setattr(delta.launch_config, "processors", lambda: 132)
+    for DK, DV, many in itertools.product((16, 64, 128, 256), (16, 64, 256), (1, 9999)):
+        q, v = (torch.empty(8, 1, D, dtype=torch.bfloat16, device="meta") for D in (DK, DV))
+        assert delta._by_tma(q, q, v)
+        for kernel in ("states", "dstates", "kda_dstates"):
+            assert delta._tile(kernel, q, DV, many)["STAGES"] > 1
+
+
 @needs_kernels
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("bounds", [None, [0, 1, 1, 140, 165, 165]], ids=["row", "packed"])

@@ -99,6 +99,8 @@ def reference(
 PART = 2**26
 # kernel -> values of a program or of a step, warps and stages, where these are not 16, 4 and 1: the
 # fastest of six for 1 x 8192 tokens, 16 and 32 heads of 128, on an H200
+# Never one stage for the two loops over chunks where blocks come by TMA: of 32 values, Triton 3.6 makes
+# a kernel with an illegal access
 TILES = {
     # by registers and shared memory on sm90, not measured
     "kda_dstates": (32, 4, 2),

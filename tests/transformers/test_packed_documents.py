@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 import warnings
 
 import pytest
@@ -102,10 +103,28 @@ def test_bounds_of_documents_warn_without_a_look_at_positions(monkeypatch):
     monkeypatch.setattr(documents, "_packed", None)
     model = patched("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"])
     bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
-    with warnings.catch_warnings():  # kernels of other packages begin anew where seq_idx says so
-        warnings.simplefilter("error")
-        documents.warn_if_joined(model, dict(input_ids=IDS, cu_seq_lens_q=bounds, seq_idx=(POSITIONS == 0).cumsum(1)))
     assert len(said(model, position_ids=POSITIONS, cu_seq_lens_q=bounds)) == 1
+
+
+INDEX = (POSITIONS == 0).cumsum(1).int()
+
+
+@pytest.mark.parametrize(
+    "model_type, layer", [("mamba2", "Mamba2Mixer"), ("zamba", "ZambaMambaMixer"), ("bamba", None)]
+)
+def test_numbers_of_documents_that_some_layer_does_not_read(model_type, layer):
+    """Zamba's convolution reads them, and its scan does not."""
+    model = tiny_model(model_type)
+    _apply_liger_kernel_to_instance(model)
+    texts = said(model, position_ids=POSITIONS, seq_idx=INDEX)
+    assert (layer in texts[0] and len(texts) == 1) if layer else not texts
+
+
+def test_kernels_of_other_packages_read_numbers_of_documents(monkeypatch):
+    """Where they do not run, older versions of Transformers call code that does not."""
+    model = untrained("mamba2")
+    monkeypatch.setattr(sys.modules[type(model).__module__], "is_fast_path_available", True, raising=False)
+    assert documents.joining(model) and not documents.joining(model, numbered=True)
 
 
 def test_a_configuration_without_tiny_sizes(monkeypatch):

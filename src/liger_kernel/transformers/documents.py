@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import sys
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ FIRST, SECOND = 5, 7  # tokens of the two documents
 NEAR = 2e-5
 # attribute of the forward of a patched model whose layers get the bounds of documents
 GIVES = "_liger_gives_bounds"
+TOKENS = "input_ids", "inputs_embeds"
 _ATTENDS = re.compile(r"softmax|scaled_dot_product|logsumexp|ALL_ATTENTION_FUNCTIONS")
 
 
@@ -51,9 +53,9 @@ class Joining:
         return f"{self.layer} carries its state from one document to the next"
 
 
-def joining(model: Any) -> Joining | None:
+def joining(model: Any, numbered: bool = False) -> Joining | None:
     """The first layer of ``model`` in which the documents of a packed row depend on each other,
-    attention last.
+    attention last. ``numbered``: beside positions, the model is given ``seq_idx``.
 
     None if there is none, or if no tiny model of this configuration runs. The model itself is not
     called: it may be on the meta device.
@@ -63,11 +65,18 @@ def joining(model: Any) -> Joining | None:
     # the second, of the type's default configuration, is for one that does not fit tiny sizes
     for tiny_form in (lambda: tiny_of(model.config), lambda: tiny_config(model.config.model_type)):
         with contextlib.suppress(Exception), undisturbed():
-            tiny = model_of(tiny_form(), head=unsharded_class(model)).eval()
+            form = tiny_form()
+            # of weights as small as models begin with, a scan remembers less than rounding
+            form.get_text_config().initializer_range = 0.2
+            tiny = model_of(form, head=unsharded_class(model)).eval()
             _looks[tiny] = None
             patch_like(tiny, model)
-            found = _joining_layers(tiny)
+            found = _joining_layers(tiny, numbered)
             break
+    if numbered:
+        # older versions of Transformers compute these on a GPU by another package, which reads it
+        package = lambda c: getattr(sys.modules[c.__module__], "is_fast_path_available", False)
+        found = [layer for layer in found if not any(map(package, _stock(layer)))]
     # Flash Attention reads positions itself
     flash = "flash" in str(getattr(model.config, "_attn_implementation", None))
     for attention in (False,) if flash else (False, True):
@@ -88,20 +97,24 @@ def patch_like(tiny: nn.Module, model: nn.Module) -> None:
             object.__setattr__(m, "__class__", cls)
 
 
+def _stock(layer: nn.Module) -> set[type]:
+    return {c for m in layer.modules() for c in type(m).__mro__ if c.__module__.startswith("transformers.models.")}
+
+
 def _attends(layer: nn.Module) -> bool:
-    classes = {c for m in layer.modules() for c in type(m).__mro__ if c.__module__.startswith("transformers.models.")}
-    return any(_ATTENDS.search(inspect.getsource(c)) for c in classes)
+    return any(_ATTENDS.search(inspect.getsource(c)) for c in _stock(layer))
 
 
-def _joining_layers(tiny: Any) -> list[nn.Module]:
+def _joining_layers(tiny: Any, numbered: bool) -> list[nn.Module]:
     """The innermost modules whose output at the second document changes, while their input there
     does not."""
     # not from 0 on, which is often padding
     ids = torch.arange(3, 3 + FIRST + SECOND)[None]
     other = torch.cat((ids[:, :FIRST] + 40, ids[:, FIRST:]), 1)
     takes = inspect.signature(tiny.forward).parameters.values()
-    reads = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in takes)
-    places = {"position_ids": torch.cat((torch.arange(FIRST), torch.arange(SECOND)))[None]} if reads else {}
+    positions = torch.cat((torch.arange(FIRST), torch.arange(SECOND)))[None]
+    places = dict(position_ids=positions, seq_idx=(positions == 0).cumsum(1).int() if numbered else None)
+    places = {name: t for name, t in places.items() if any(p.name == name or p.kind is p.VAR_KEYWORD for p in takes)}
     calls: list[dict[str, list[tuple[Tensor, Tensor]]]] = []
 
     def watch(name: str) -> Any:
@@ -155,25 +168,26 @@ def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
         return
     if torch.compiler.is_compiling() or only_pytorch() or _get_current_dispatch_mode() is not None:
         return
-    # with seq_idx, kernels of other packages begin anew
-    if (looks := _looks.get(model, 0)) is None or given.get("seq_idx") is not None:
+    if (looks := _looks.get(model, 0)) is None:
         return
-    found = None
-    if not _bounded(bounds, given):
+    numbered = given.get("seq_idx") is not None
+    tokens = tokens_of(given)
+    # of bounds, the host knows how many there are: more than rows?
+    if not isinstance(bounds, Tensor) or tokens is None or len(bounds) - 1 <= len(tokens):
         if type(positions) is not Tensor or positions.is_meta or positions.shape[-1] < 2 or is_recorded(positions):
             return
         # on a CPU, a look costs less than the tiny model
-        if looks == 0 and _waits(positions) and (found := joining(model)) is None:
+        if looks == 0 and _waits(positions) and joining(model, numbered) is None:
             _looks[model] = None
             return
         _looks[model] = looks + 1
         if looks & (looks + 1) or not _packed(positions, given.get("attention_mask")):
             return
     _looks[model] = None
-    found = joining(model) if found is None else found
+    found = joining(model, numbered)
     if found is not None and not (found.attention and getattr(given.get("attention_mask"), "ndim", 2) > 2):
-        name, advice = unsharded_class(model).__name__, "several documents in a row: give each a row of its own"
-        warnings.warn(f"{name}: {found}, and this batch has {advice}", stacklevel=3)
+        advice = "this batch has several documents in a row: give each a row of its own"
+        warnings.warn(f"{unsharded_class(model).__name__}: {found}, and {advice}", stacklevel=3)
 
 
 def _waits(t: Tensor) -> bool:
@@ -181,11 +195,9 @@ def _waits(t: Tensor) -> bool:
     return t.device.type != "cpu"
 
 
-def _bounded(bounds: Any, given: Mapping[str, Any]) -> bool:
-    """Whether these bounds, whose number the host knows, are of more documents than the batch
-    has rows."""
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
-    return isinstance(bounds, Tensor) and isinstance(tokens, Tensor) and len(bounds) - 1 > len(tokens)
+def tokens_of(given: Mapping[str, Any], otherwise: Any = None) -> Any:
+    """The tokens of a batch, or their vectors; ``otherwise`` if there are none, which a model refuses."""
+    return next((t for name in TOKENS if isinstance(t := given.get(name), Tensor)), otherwise)
 
 
 def _packed(positions: Tensor, mask: Any) -> bool:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_kernel.ops._core.operator import host_can_read, is_recorded, only_pytorch
-from liger_kernel.transformers.documents import GIVES
+from liger_kernel.transformers.documents import GIVES, tokens_of
 from liger_kernel.transformers.patching.patches import methods_of
 from liger_kernel.transformers.recognise.recurrences import KNOWN
 
@@ -81,7 +81,7 @@ def _numbered(given: Mapping[str, Any], bounds: Tensor) -> Tensor:
     """The document (B, T) of each token, of which the bounds are known."""
     index = given.get(INDEX)
     if index is None:
-        size = _tokens(given, bounds[None]).shape[:2]
+        size = tokens_of(given, bounds[None]).shape[:2]
         at = torch.arange(size.numel(), device=bounds.device)
         index = (torch.searchsorted(bounds, at, right=True) - 1).int().view(size)
     setattr(index, KNOWN, bounds)
@@ -92,12 +92,7 @@ def bounds_of(given: Mapping[str, Any]) -> Tensor | None:
     """The bounds of documents (documents + 1,) in the flattened batch; None if each row has one."""
     begins = _begins(given)
     # what is given for one row is that of all
-    return None if begins is None else _of_begins(begins.expand(len(_tokens(given, begins)), -1))
-
-
-def _tokens(given: Mapping[str, Any], otherwise: Tensor) -> Tensor:
-    """``otherwise`` if there are none, which the model refuses."""
-    return next((t for n in ("input_ids", "inputs_embeds") if (t := given.get(n)) is not None), otherwise)
+    return None if begins is None else _of_begins(begins.expand(len(tokens_of(given, begins)), -1))
 
 
 def _begins(given: Mapping[str, Any]) -> Tensor | None:

@@ -76,7 +76,7 @@ class Packing:
         positions = self.index[None] % T if positions is None else self.pack(positions.expand(self.real.shape))
         mask: Any = torch.ones(1, len(self.index), dtype=torch.bool, device=self.index.device)
         setattr(mask, _PACKING, self)
-        tokens = {n: self.pack(t) for n in _TOKENS if (t := given.get(n)) is not None}
+        tokens = {n: self.pack(t) for n in documents.TOKENS if (t := given.get(n)) is not None}
         return {**given, **tokens, "position_ids": positions, "attention_mask": mask}
 
     def mask_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _know_packed_masks(name: str) -> None:
 
 # -- the forward of a model's body
 
-_TOKENS, _LABELS = ("input_ids", "inputs_embeds"), ("labels", "shift_labels")
+_LABELS = "labels", "shift_labels"
 COUNTS_AT_PADDING = "labels count at padding, or after it: set them to -100"
 _NO_MASK = "it does not make masks of attention_mask by Transformers' functions"
 
@@ -271,7 +271,7 @@ def _packing_of(
         return _say(model, why)
     if why is None:
         return None
-    mask, tokens = given["attention_mask"], next(t for n in _TOKENS if isinstance(t := given.get(n), Tensor))
+    mask, tokens = given["attention_mask"], documents.tokens_of(given)
     real = mask != 0
     n, longest, parts, counting, counts = look(real, labels_of_caller(mask.shape) if labels is None else labels)
     if n in (0, mask.numel()):
@@ -294,7 +294,7 @@ def reason_of_batch(model: Any, given: Mapping[str, Any], observed: bool = True)
         return None
     if getattr(model, "_is_replica", False):
         return "it is a replica of DataParallel"
-    tokens = next((t for n in _TOKENS if isinstance(t := given.get(n), Tensor)), None)
+    tokens = documents.tokens_of(given)
     if type(mask) is not Tensor or tokens is None or tokens.shape[:2] != mask.shape:
         return "attention_mask is not of its tokens (B, T)"
     if not mask.numel() or not host_can_read(mask):
@@ -370,7 +370,7 @@ def _reason_of_call(model: Any, given: Mapping[str, Any]) -> str:
     B, T = given["attention_mask"].shape
     if positions is not None and positions.shape not in ((B, T), (1, T)):
         return "positions have several axes"
-    known = {"attention_mask", "position_ids", *_TOKENS}
+    known = {"attention_mask", "position_ids", *documents.TOKENS}
     for name, value in given.items():
         # a number, such as that of items in the batch, has no rows
         if name not in known and any(isinstance(t, Tensor) and t.ndim for t in tree_leaves(value)):

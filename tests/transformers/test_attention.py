@@ -438,26 +438,6 @@ def test_the_host_reads_no_scalar_wherever_the_model_is(where):
     assert not seen.reads
 
 
-class OwnPositions(transformers.LlamaModel):
-    def forward(self, *args, position_ids=None, **kwargs):
-        return super().forward(*args, position_ids=DOCUMENTS, **kwargs)
-
-
-@pytest.mark.parametrize("by", ["class", "forward", "hook"])
-def test_positions_of_a_model_inside(by):
-    """Other code makes the positions, so nobody knows them."""
-    model, told = (packing_model("llama", patched=True, attends="sdpa") for _ in range(2))
-    gives = lambda m, args, kwargs: (args, kwargs | dict(position_ids=DOCUMENTS))
-    stock = model.model.forward
-    if by == "class":
-        model.model.__class__ = OwnPositions
-    elif by == "forward":
-        model.model.forward = lambda *args, position_ids=None, **more: stock(*args, position_ids=DOCUMENTS, **more)
-    else:
-        model.model.register_forward_pre_hook(gives, with_kwargs=True)
-    assert_same_bits(step(model, of_length(7))[1], step(told, of_length(7, position_ids=DOCUMENTS))[1])
-
-
 # asks whether it is sdpa; its own; bounds are for its linear layers
 @pytest.mark.parametrize("model_type", ["falcon", "bloom", "qwen3_next"])
 def test_families_that_keep_what_they_have(model_type):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_models import DEVICE, assert_same_learning, make, served_by_kernels_or_references, step, tokens
+from hf_models import DEVICE, assert_same_bits, assert_same_learning, make, step, tokens
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama
@@ -30,10 +30,9 @@ from liger_kernel.transformers.recognise.families import infer
 
 
 @pytest.fixture(autouse=True)
-def _served():
+def _served(models_by_references):
     stock = F.cross_entropy, nn.CrossEntropyLoss, nn.LayerNorm, nn.Linear.forward
-    with served_by_kernels_or_references():
-        yield
+    yield
     liger.restore()
     assert stock == (F.cross_entropy, nn.CrossEntropyLoss, nn.LayerNorm, nn.Linear.forward)
 
@@ -113,6 +112,17 @@ def test_classes_of_other_families_are_said(monkeypatch):
         warnings.simplefilter("error")
         liger.apply_liger_kernel_to_qwen2_vl(rms_norm=True)
         liger.apply_liger_kernel_to_llama(rms_norm=True, swiglu=True)
+
+
+def test_cross_entropy_stays_in_the_family():
+    """One flag named is enough, and nobody else's cross entropy changes."""
+    model, other = make("granite"), make("llama")
+    expected, elsewhere = step(model)[1], step(other)[1]
+    liger.apply_liger_kernel_to_granite(cross_entropy=True)
+    out, learned = step(model)
+    assert out.logits is not None
+    assert_same_learning(learned, expected)
+    assert_same_bits(step(other)[1], elsewhere)
 
 
 @pytest.mark.parametrize("interleave", [False, True])

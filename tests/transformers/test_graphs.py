@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hf_models import DEVICE, assert_same_bits, assert_same_learning, checkpointed, make, said, step, tokens
 from repeated import Repeated
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from watching import Watch
 
 from liger_kernel import graphs
 from liger_kernel.graphs import batches, micro_steps
@@ -131,20 +131,10 @@ def test_a_recording_copies_no_numbers_from_the_host():
     make = lambda: (
         [torch.tensor(x, device=DEVICE) for x in (0.5, 3, True, [1, 2])] + [torch.tensor(2, dtype=torch.half)]
     )
-    with FilledNumbers(), Made() as made:
+    with FilledNumbers(), Watch() as seen:
         found = make()
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, make(), strict=True))
-    assert made.names == ["full", "full", "full", "lift_fresh", "full"]
-
-
-class Made(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
+    assert seen.names == ["full", "full", "full", "lift_fresh", "full"]
 
 
 CHANGES = {
@@ -307,13 +297,10 @@ def test_the_flag(monkeypatch):
     restore(model)
     assert micro_steps.KEY not in vars(model) and not hasattr(type(model).forward, micro_steps.MARK)
     apply_liger_kernel_to_llama(graphs=True)
-    try:
-        model = make("llama", attention="sdpa")
-        for _ in range(2):
-            step(model, batch())
-        assert recorded(model).replays == 1
-    finally:
-        restore("llama")
+    model = make("llama", attention="sdpa")
+    for _ in range(2):
+        step(model, batch())
+    assert recorded(model).replays == 1
 
 
 def test_a_model_of_ones_own():

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import transformers
-from hf_models import DEVICE, checkpointed, group_of_one, make, served_by_kernels_or_references, step, tokens
+from hf_models import DEVICE, assert_same_learning, checkpointed, group_of_one, make, step, tokens
 from quick import further
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -105,12 +105,6 @@ def run(forward, layer: nn.Module, **options) -> dict[str, torch.Tensor]:
     return {"y": y} | {name: d for name, d in found if d is not None}
 
 
-def assert_close(ours: dict, theirs: dict, rtol: float = 1e-5) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, t in theirs.items():
-        torch.testing.assert_close(ours[name], t, rtol=rtol, atol=rtol)
-
-
 def interpreted() -> None:
     """From here on kernels serve, after what references have."""
     _op._KERNEL_DEVICES.add(DEVICE)
@@ -120,7 +114,7 @@ def interpreted() -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_computes_what_the_source_says(calls, again):
     new = rules.fused(Layer.forward)
-    assert_close(run(new, Layer(), again=again), run(Layer.forward, Layer(), again=again))
+    assert_same_learning(run(new, Layer(), again=again), run(Layer.forward, Layer(), again=again), 1e-5)
     assert calls == [False, True] + [True] * again
 
 
@@ -140,7 +134,7 @@ def test_within_wrappers_of_transformers(calls):
     assert rules.fused(Renamed.forward) is None and new is not Renamed.forward
     assert inspect.signature(new) == inspect.signature(Renamed.forward)
     options = dict(factor=0.25, more=True)  # names that the wrappers know
-    assert_close(run(new, Renamed(), **options), run(Renamed.forward, Renamed(), **options))
+    assert_same_learning(run(new, Renamed(), **options), run(Renamed.forward, Renamed(), **options), 1e-5)
     assert calls == [False, True]
     assert within(Renamed.forward, lambda f: f) is Renamed.forward
     # what wrappers of others do besides, or to whom, is not known
@@ -168,7 +162,7 @@ def test_norms_that_are_more_are_called(calls, change):
     layers = Layer(), Layer()
     for layer in layers:
         MORE_THAN_OURS[change](layer)
-    assert_close(run(rules.fused(Layer.forward), layers[0]), run(Layer.forward, layers[1]))
+    assert_same_learning(run(rules.fused(Layer.forward), layers[0]), run(Layer.forward, layers[1]), 1e-5)
     assert calls == [True]
 
 
@@ -201,28 +195,27 @@ def attentions_of(model: nn.Module) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("family", "whole_class"), [("qwen3", True), ("gemma3_text", False), *further(("qwen3_next", True))]
 )
-def test_norms_of_heads_go_with_their_rotation(turns, family, whole_class):
-    with served_by_kernels_or_references():
-        model, batch = make(family), tokens(2, 9, ignored=2)
-        _, expected = step(model, batch)
-        interpreted()
-        if whole_class:
-            getattr(ours, f"apply_liger_kernel_to_{family}")(rope=True)
-        else:
-            ours._apply_liger_kernel_to_instance(model, rope=True)
-        _, learned = step(model, batch)
-        assert len(turns) == len(attentions_of(model)) > 0
-        assert_close(learned, expected, 1e-4)
+def test_norms_of_heads_go_with_their_rotation(turns, family, whole_class, models_by_references):
+    model, batch = make(family), tokens(2, 9, ignored=2)
+    _, expected = step(model, batch)
+    interpreted()
+    if whole_class:
+        getattr(ours, f"apply_liger_kernel_to_{family}")(rope=True)
+    else:
+        ours._apply_liger_kernel_to_instance(model, rope=True)
+    _, learned = step(model, batch)
+    assert len(turns) == len(attentions_of(model)) > 0
+    assert_same_learning(learned, expected, 1e-4)
 
-        attentions_of(model)[0].k_norm.register_forward_hook(lambda *_: None)
-        turns.clear()
-        _, hooked = step(model, batch)
-        assert len(turns) == len(attentions_of(model)) - 1
-        assert_close(hooked, expected, 1e-4)
-        turns.clear()
-        restore(None if whole_class else model)
-        step(model, batch)
-        assert not turns
+    attentions_of(model)[0].k_norm.register_forward_hook(lambda *_: None)
+    turns.clear()
+    _, hooked = step(model, batch)
+    assert len(turns) == len(attentions_of(model)) - 1
+    assert_same_learning(hooked, expected, 1e-4)
+    turns.clear()
+    restore(None if whole_class else model)
+    step(model, batch)
+    assert not turns
 
 
 JOINED = "residual = x; x = self.first_norm(x); x = residual + x; y = self.second_norm(x); return x + y"
@@ -255,7 +248,7 @@ def test_other_forwards_stay(form):
 
 
 @needs_kernels
-def test_few_frames_lie_between_the_model_and_a_kernel(monkeypatch):
+def test_few_frames_lie_between_the_model_and_a_kernel(monkeypatch, models_by_references):
     """Each is host time, and a line of every traceback."""
     package, found = os.path.dirname(_op.__file__).removesuffix("ops/_core"), {}
 
@@ -266,16 +259,15 @@ def test_few_frames_lie_between_the_model_and_a_kernel(monkeypatch):
     model = make("llama", num_hidden_layers=1)
     ours._apply_liger_kernel_to_instance(model)
     monkeypatch.setattr(_op, "_start", lambda _, *launch: launched(*launch))
-    with served_by_kernels_or_references():
-        interpreted()
-        model(**tokens())
+    interpreted()
+    model(**tokens())
     # without the last, which is the test's own
     most = {"_fwd": 7, "_rope": 9, "_rows": 11}
     assert all(found[name] - 1 <= most[name] for name in most), found
 
 
 @needs_kernels
-def test_nothing_is_kept_by_the_graph(monkeypatch):
+def test_nothing_is_kept_by_the_graph(monkeypatch, models_by_references):
     found, stock = [], joined_steps.apply_of
 
     def applied(*args):
@@ -284,38 +276,36 @@ def test_nothing_is_kept_by_the_graph(monkeypatch):
         return y, s
 
     monkeypatch.setattr(joined_steps, "apply_of", lambda *_: applied)
-    with served_by_kernels_or_references():
-        interpreted()
-        model = make("llama", num_hidden_layers=1)
-        ours._apply_liger_kernel_to_instance(model)
-        gc.collect()
-        gc.disable()
-        try:
-            loss = model(**tokens(1, 5, ignored=1)).loss
-            assert len(found) == 2 and all(each() is not None for each in found)
-            del loss
-            assert all(each() is None for each in found)
-        finally:
-            gc.enable()
+    interpreted()
+    model = make("llama", num_hidden_layers=1)
+    ours._apply_liger_kernel_to_instance(model)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = model(**tokens(1, 5, ignored=1)).loss
+        assert len(found) == 2 and all(each() is not None for each in found)
+        del loss
+        assert all(each() is None for each in found)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
     ("patched", "level", "sharded"),
     [("class", True, True), ("instance", True, False), ("both", False, False), ("both", True, True)],
 )
-def test_layers_are_checkpointed(patched, level, sharded, monkeypatch):
+def test_layers_are_checkpointed(patched, level, sharded, monkeypatch, models_by_references):
     """transformers' wrapper, which checkpoints, knows itself by ``type(layer).forward``."""
     recomputed = noted(monkeypatch, transformers.modeling_utils, "checkpoint", lambda *_, **__: None)
-    with served_by_kernels_or_references():
-        if patched != "instance":
-            ours.apply_liger_kernel_to_llama(rematerialise=level)
-        model = make("llama").train()
-        if patched != "class":
-            ours._apply_liger_kernel_to_instance(model, rematerialise=level)
-        with group_of_one() if sharded else contextlib.nullcontext() as mesh:
-            for layer in model.model.layers if sharded else ():
-                fully_shard(layer, mesh=mesh)
-            step(checkpointed(model))
+    if patched != "instance":
+        ours.apply_liger_kernel_to_llama(rematerialise=level)
+    model = make("llama").train()
+    if patched != "class":
+        ours._apply_liger_kernel_to_instance(model, rematerialise=level)
+    with group_of_one() if sharded else contextlib.nullcontext() as mesh:
+        for layer in model.model.layers if sharded else ():
+            fully_shard(layer, mesh=mesh)
+        step(checkpointed(model))
     assert len(recomputed) == 2
 
 

@@ -8,16 +8,7 @@ import pytest
 import torch
 import transformers
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from hf_models import (
-    DEVICE,
-    assert_untouched,
-    everything_of,
-    make,
-    served_by_kernels_or_references,
-    snapshot,
-    step,
-    tokens,
-)
+from hf_models import DEVICE, assert_untouched, everything_of, make, snapshot, step, tokens
 from quick import further
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -45,13 +36,6 @@ RUN = [name for name, recipe in RECIPES.items() if float8.lacking(torch.device(D
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(fp8, "SMALL", 0)
-
-
-@pytest.fixture
-def fast():
-    """Without interpreted kernels."""
-    with served_by_kernels_or_references():
-        yield
 
 
 @pytest.fixture
@@ -131,7 +115,7 @@ def test_learning_is_that_of_torchao(recipe, nodes):
                     assert error(found[name]) < 1.5 * error(wanted) + 0.02, name
 
 
-def test_parameters_stay(fast):
+def test_parameters_stay(models_by_references):
     """Names, dtypes and state do not change; a deepcopy has gradients of its own."""
     model = llama()
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -178,7 +162,7 @@ def saved_by(graph: torch.fx.GraphModule) -> list[tuple[torch.dtype, tuple[int, 
         *further(*((recipe, "layer") for recipe in RUN if recipe != "tensorwise"), ("tensorwise", "model")),
     ],
 )
-def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
+def test_compiled_without_graph_breaks(recipe, part, models_by_references, graphs):
     """Learning is that without compiling, and steps of an optimizer compile nothing."""
     backend, found = graphs
     model = patched(recipe)
@@ -199,7 +183,7 @@ def test_compiled_without_graph_breaks(recipe, part, fast, graphs):
 
 
 @pytest.mark.parametrize("autocast", further(True, False))
-def test_what_a_compiled_layer_saves(autocast, fast, graphs):
+def test_what_a_compiled_layer_saves(autocast, models_by_references, graphs):
     """Weights and inputs are searched once, and no cast of a weight outlives the forward."""
     backend, found = graphs
     model = llama(hidden_size=48).train()
@@ -237,7 +221,7 @@ def test_nothing_is_kept_while_a_graph_is_recorded_and_after_it(unrecorded, monk
     assert kept() is not before and kept() is not kept()
 
 
-def test_what_is_left(fast):
+def test_what_is_left(models_by_references):
     model = llama()
     left = train_in_fp8(model, filter=["o_proj"])
     assert "model.layers.0.self_attn.o_proj" in left and len(left) == 2
@@ -271,7 +255,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("flags, message", WRONG, ids=str)
-def test_wrong_flags(flags, message, fast):
+def test_wrong_flags(flags, message, models_by_references):
     """Every door says so, before it changes anything."""
     stock = llama()
     untouched = snapshot(stock, *everything_of("llama"))
@@ -339,7 +323,7 @@ def heads(monkeypatch):
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_doors(door, fast, heads, tmp_path):
+def test_doors(door, models_by_references, heads, tmp_path):
     """lead to the same model, its copies, and the same report; with ``restore`` it is stock again."""
     flags = {"fp8": "rowwise", "fp8_filter": ["o_proj"], "fp8_head": True}
     llama().save_pretrained(tmp_path / "saved")
@@ -374,7 +358,7 @@ def test_doors(door, fast, heads, tmp_path):
     assert_bits(step(model)[1], expected)
 
 
-def test_the_last_call_decides(fast, heads):
+def test_the_last_call_decides(models_by_references, heads):
     model = patched("tensorwise")
     patch(model, fp8="rowwise", fp8_filter=["mlp"])
     assert [model.get_submodule(name).recipe for name in in_fp8(model)] == ["rowwise"] * 4
@@ -390,7 +374,7 @@ def test_the_last_call_decides(fast, heads):
     assert heads == ["rowwise", None, "tensorwise", None]
 
 
-def test_classes(fast):
+def test_classes(models_by_references):
     """Models that are made later, and within others, are in FP8; before and after, not."""
     before = llama()
     liger.apply_liger_kernel_to_llama(fp8="tensorwise", fp8_filter=lambda m, name: name != "lm_head")
@@ -414,7 +398,7 @@ def test_classes(fast):
     assert not in_fp8(llama()) and "__init__" not in vars(transformers.LlamaForSequenceClassification)
 
 
-def test_auto_classes_leave_other_models_alone(fast):
+def test_auto_classes_leave_other_models_alone(models_by_references):
     model = AUTO.from_config(llama().config, fp8="rowwise")
     assert len(in_fp8(model)) == LINEARS and not in_fp8(STOCK(llama().config))
 
@@ -428,7 +412,7 @@ def test_the_report_of_a_model_of_torchao(nodes):
     assert [(layer.runs, layer.reason) for layer in layers] == [(True, "in FP8, rowwise")] * LINEARS
 
 
-@pytest.mark.parametrize("by", ["fast", "nodes"])
+@pytest.mark.parametrize("by", ["models_by_references", "nodes"])
 def test_float16_is_refused(by, tmp_path, request):
     """under autocast, too, and beside a Trainer's gradient scaler."""
     model = llama().float()
@@ -443,7 +427,7 @@ def test_float16_is_refused(by, tmp_path, request):
         by_trainer(llama().float(), {"fp8": "tensorwise"}, tmp_path, fp16=True)
 
 
-def test_weights_that_are_sharded_or_quantised(fast):
+def test_weights_that_are_sharded_or_quantised(models_by_references):
     """are multiplied as they are, and the report says so."""
     stock = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16)).to(DEVICE, torch.bfloat16)
     model = copy.deepcopy(stock)
@@ -474,7 +458,7 @@ def adapted(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("by", ["fast", "nodes"])
+@pytest.mark.parametrize("by", ["models_by_references", "nodes"])
 def test_adapters(by, request):
     """Over layers in FP8, whichever came first, they stay in 16 bits; merged, they are cast."""
     ran = request.getfixturevalue(by)
@@ -515,7 +499,7 @@ OF_CALLS = {}, dict(num_items_in_batch=torch.tensor(18)), dict(return_token_accu
 @pytest.mark.parametrize("options", OF_CALLS, ids=str)
 # gemma2: tied embeddings, soft-capped logits
 @pytest.mark.parametrize("family, recipe", [("llama", "tensorwise"), ("gemma2", "rowwise")])
-def test_a_head_alone_learns_almost_the_same(family, recipe, options, fast, heads):
+def test_a_head_alone_learns_almost_the_same(family, recipe, options, models_by_references, heads):
     exact_out, exact = step(with_head(make(family, torch.bfloat16), None), **options)
     ours_out, ours = step(with_head(make(family, torch.bfloat16), recipe), **options)
     assert heads == [None, recipe] and ours.keys() == exact.keys() and ours_out.logits is None
@@ -526,7 +510,7 @@ def test_a_head_alone_learns_almost_the_same(family, recipe, options, fast, head
         assert (ours_out.token_accuracy - exact_out.token_accuracy).abs() <= 1 / 18
 
 
-def test_heads_that_stay_in_16_bits(fast, heads, monkeypatch):
+def test_heads_that_stay_in_16_bits(models_by_references, heads, monkeypatch):
     """say why."""
     in_rowwise = dict(fp8="rowwise", fp8_head=True)
     model = adapted(llama())

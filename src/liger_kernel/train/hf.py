@@ -22,17 +22,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.files import read_object
 from liger_kernel.train.model import replacing
 from liger_kernel.train.redact import in_a_line
-from liger_kernel.train.session import (
-    Following,
-    Observers,
-    Session,
-    accept,
-    configured,
-    numbers,
-    optimizer_of,
-    refuse_nonfinite,
-    scheduler,
-)
+from liger_kernel.train.session import Following, Session, accept, configured, numbers, optimizer_of, scheduler
 
 
 class _Places(Dataset):
@@ -94,7 +84,7 @@ class _HFCallback(transformers.TrainerCallback):
             control.should_log = True
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        self.run.observers.watch.progress()
+        self.run.watch.progress()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         logs, step = logs or {}, state.global_step
@@ -104,8 +94,7 @@ class _HFCallback(transformers.TrainerCallback):
             return
         norm = logs.get("grad_norm", math.nan)
         self.run.lines.append({"step": step, "loss": logs["loss"], "grad_norm": norm, "lr": logs["learning_rate"]})
-        self.run.observers.publish(self.run.lines[-1])
-        refuse_nonfinite(step, logs["loss"], logs.get("grad_norm", 0.0))
+        self.run.logged(self.run.lines[-1], logs.get("grad_norm", 0.0))
 
 
 def deepspeed(stage: int) -> dict[str, Any]:
@@ -198,8 +187,7 @@ def run(session: Session) -> dict[str, Any]:
     rows = accept(session, folder, last)
     config = session.config
     args = arguments(session, folder, rows)
-    with Observers(session) as observers:
-        following = Following(session, observers, rows)
+    with Following(session, rows) as following:
         trainer = _Trainer(
             config,
             model=session.model,

@@ -23,17 +23,7 @@ from liger_kernel.train.config import TrainConfig, UserError
 from liger_kernel.train.measure import as_clock
 from liger_kernel.train.mistakes import needs
 from liger_kernel.train.model import save
-from liger_kernel.train.session import (
-    Following,
-    Observers,
-    Session,
-    accept,
-    configured,
-    numbers,
-    optimizer_of,
-    refuse_nonfinite,
-    scheduler,
-)
+from liger_kernel.train.session import Following, Session, accept, configured, numbers, optimizer_of, scheduler
 
 with needs("trainer lightning", "lightning"):
     import lightning as L
@@ -190,7 +180,7 @@ class _LightningCallback(L.Callback):
                 old.unlink()
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        self.run.observers.watch.progress()
+        self.run.watch.progress()
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         total = self.summed(module.evaluated)
@@ -204,14 +194,13 @@ class _LightningCallback(L.Callback):
         return total
 
     def fetch(self) -> None:
-        lines, observers = self.run.lines, self.run.observers
+        lines = self.run.lines
         for line in lines:
             # a tensor has not been fetched yet
             if isinstance(line["loss"], Tensor):
                 line["loss"] = float(self.summed(line["loss"])) / self.ranks.world
                 line["grad_norm"] = float(line["grad_norm"])
-                observers.publish(line)
-            refuse_nonfinite(line["step"], line["loss"], line["grad_norm"])
+                self.run.logged(line, line["grad_norm"])
         if self.ranks.first and lines:
             step = lines[-1]["step"]
             each = (time.perf_counter() - self.started) / max(1, len(lines))
@@ -249,8 +238,7 @@ def run(session: Session) -> dict[str, Any]:
     mine = [batch for picks in held for batch in data.batches(picks, ranks.rank, ranks.world, config.batch)]
     evaluates = bool(config.eval_every and mine)
     loader = lambda batches: DataLoader(batches, batch_size=None)
-    with Observers(session) as observers:
-        following = Following(session, observers, rows)
+    with Following(session, rows) as following:
         lines = _LightningCallback(following, folder)
         trainer = L.Trainer(
             accelerator="gpu" if device.type == "cuda" else "cpu",

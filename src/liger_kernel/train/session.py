@@ -266,17 +266,18 @@ def refuse_nonfinite(step: int, loss: float, norm: float) -> None:
             raise UserError(f"the {name} is {value} at step {step}: lower the learning rate, or look at the data")
 
 
-class Following:
+class Following(Observers):
     """What a callback of another package's trainer keeps of a run, and does in it."""
 
-    def __init__(self, session: Session, observers: Observers, rows: int):
-        self.session, self.observers, self.delayed = session, observers, DelayedReduce(session.ranks)
+    def __init__(self, session: Session, rows: int):
+        self.session, self.delayed = session, DelayedReduce(session.ranks)
         config, data = session.config, session.data
         self.pace = Pace(lambda step: data.tokens_of((step - 1) * rows, step * rows, config.seed), config.steps)
         self.memory = PeakMemory(session.device)
         self.lines: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, float]] = []
         self.preempted = False
+        super().__init__(session)  # the watch begins
 
     def begin(self, step: int) -> None:
         record(self.session.config, self.session.ranks, step)
@@ -289,11 +290,16 @@ class Following:
     def made(self, step: int) -> bool:
         """A step; whether all ranks stop behind it, as some rank was told to."""
         config = self.session.config
-        self.observers.watch.progress()
+        self.watch.progress()
         self.pace.made(step)
         stop = bool(config.checkpoint_every) and self.delayed.exchange(self.session.stop.is_set(), -1)[0]
         self.preempted = self.preempted or (stop and step < config.steps)
         return self.preempted
+
+    def logged(self, line: dict[str, Any], norm: float) -> None:
+        """Publish a line. ``norm``: its gradients', or 0 where the trainer does not say it."""
+        self.publish(line)
+        refuse_nonfinite(line["step"], line["loss"], norm)
 
     def end(self, step: int, folder: Path) -> dict[str, float]:
         """Tokens per second, once the last step is made. Raises ``Preempted`` if it was not the

@@ -150,12 +150,8 @@ def parser_of() -> Parser:
     flag("--largest-batch", help="search for the largest batch that fits (GPU only)")
     flag("--largest-seq", help="search for the longest rows of which the batch fits (GPU only)")
     flag("--profile", help="measure the time of each kind of work")
-    add(
-        "--peak-tflops",
-        type=float,
-        metavar="X",
-        help="what MFU is relative to (default: the rate of a large matrix product)",
-    )
+    peak = "what MFU is relative to (default: the rate of a large matrix product)"
+    add("--peak-tflops", type=float, metavar="X", help=peak)
     add("--json", metavar="FILE", help="write rows as they come")
     add("--csv", metavar="FILE", help="write rows as a table")
     flag("--smoke", help="train a tiny model for a few steps, to see that everything works")

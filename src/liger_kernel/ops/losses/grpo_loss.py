@@ -52,15 +52,15 @@ IGNORED = 1 - 2**31
 class Policy:
     """The options that define a token's loss, apart from its tensors."""
 
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"
-    beta: float = 0.04
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    delta: float | None = None
-    use_bias_correction_kl: bool = False
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
+    loss_type: str
+    importance_sampling_level: str
+    beta: float
+    epsilon_low: float
+    epsilon_high: float
+    delta: float | None
+    use_bias_correction_kl: bool
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
     vespo_k_pos: float = 2.0
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0

@@ -511,15 +511,16 @@ def rule(
     return o, ht if output_final_state else None
 
 
+# six documents of 40 tokens
+PACKED = dict(cu_seqlens=bounds(0, 0, 1, 34, 34, 37, 40))
+
+
 @op(
     reference=reference,
     cases=[
         Case("qwen3-next", _tensors(2, 37, 1, 2, 16, 16)),
         Case("states", _tensors(2, 39, 1, 2, 16, 32, unit=True) | _states_of(2, 2, 16, 32)),
-        Case(
-            "packed",
-            _tensors(1, 40, 1, 2, 24, 16) | _states_of(6, 2, 24, 16) | dict(cu_seqlens=bounds(0, 0, 1, 34, 34, 37, 40)),
-        ),
+        Case("packed", _tensors(1, 40, 1, 2, 24, 16) | _states_of(6, 2, 24, 16) | PACKED),
         Case("recomputed", _tensors(1, 34, 2, 2, 16, 48) | dict(recompute=True, scale=0.3)),
         Case("one-token", _tensors(16, 1, 1, 1, 32, 16)),
     ],

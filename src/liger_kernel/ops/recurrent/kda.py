@@ -27,8 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, T, op
-from liger_kernel.ops.recurrent.cu_seqlens import bounds
-from liger_kernel.ops.recurrent.gated_delta_rule import _cost, _decay, _gate, _states_of, recurrence, rule
+from liger_kernel.ops.recurrent.gated_delta_rule import PACKED, _cost, _decay, _gate, _states_of, recurrence, rule
 
 
 def reference(
@@ -47,10 +46,7 @@ def _tensors(B: int, length: int, H: int, DK: int, DV: int) -> dict[str, Any]:
     reference=reference,
     cases=[
         Case("kimi-linear", _tensors(2, 37, 2, 16, 16)),
-        Case(
-            "packed",
-            _tensors(1, 40, 1, 24, 16) | _states_of(6, 1, 24, 16) | dict(cu_seqlens=bounds(0, 0, 1, 34, 34, 37, 40)),
-        ),
+        Case("packed", _tensors(1, 40, 1, 24, 16) | _states_of(6, 1, 24, 16) | PACKED),
     ],
     cost=_cost,
 )

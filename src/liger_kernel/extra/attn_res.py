@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
-from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    input_gradients,
+    launch,
+    once_differentiable,
+    rows_of,
+    shaped,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, mask_of, rsqrt, store_tile, tile_at, tl
 
@@ -173,8 +181,7 @@ class LigerAttnResFunction(torch.autograd.Function):
         needed = list(ctx.needs_input_grad[:3])
         v, w_query, w_norm, *stats = ctx.saved_tensors
         dv, dq, dn = attn_res_bwd(rows_of(dh), v, w_query, w_norm, stats, needed)
-        grads = dv.transpose(0, 1).reshape(ctx.shape) if needed[0] else None, dq, dn
-        return *(g if need else None for g, need in zip(grads, needed)), None
+        return input_gradients(ctx, (dv.transpose(0, 1).reshape(ctx.shape) if needed[0] else None, dq, dn))
 
 
 def _tensors(*shape: int, dtype: torch.dtype | None = None) -> dict[str, T]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
-from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import input_gradients, launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import (
     add_exactly,
@@ -134,10 +134,8 @@ class LigerDyTFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, alpha, gamma, beta = ctx.saved_tensors
-        found = dyt_bwd(rows_of(dy), x, alpha, gamma, beta, *ctx.needs_input_grad)
-        like = zip(found, (dy, alpha, gamma, beta), ctx.needs_input_grad)
-        return tuple(d.view(t.shape) if need else None for d, t, need in like)
+        saved = ctx.saved_tensors
+        return input_gradients(ctx, dyt_bwd(rows_of(dy), *saved, *ctx.needs_input_grad), (dy.shape, saved[1].shape))
 
 
 def _tensors(*shape: int, dtype: torch.dtype | None = None) -> dict[str, T]:

@@ -28,7 +28,15 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
-from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    input_gradients,
+    launch,
+    once_differentiable,
+    rows_of,
+    shaped,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, mask_of, next_power_of_2, rsqrt, store_tile, tl
 
@@ -424,8 +432,7 @@ class LigerMHCCoeffsFunction(torch.autograd.Function):
         x, phi, b, mix, *alphas = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[:6])
         grads = mhc_coeffs_bwd([d.contiguous() for d in dh], x, phi, b, alphas, mix, *ctx.options, needed)
-        dx, *others = (g if need else None for g, need in zip(grads, needed))
-        return None if dx is None else dx.view(ctx.shape), *others, None, None, None, None, None, None
+        return input_gradients(ctx, grads, [ctx.shape])
 
 
 @op(

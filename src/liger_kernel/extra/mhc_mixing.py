@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_kernel.extra.mhc import _check
 from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, once_differentiable, op, typed_launcher
-from liger_kernel.ops._core.operator import launch, rows_of, shaped, tracing, use_kernels
+from liger_kernel.ops._core.operator import input_gradients, launch, rows_of, shaped, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 
 
@@ -166,7 +166,7 @@ class LigerMHCPreFunction(torch.autograd.Function):
     def backward(ctx, dy):
         needed = [*ctx.needs_input_grad, False, False]
         dx, da, _, _ = mhc_mix_bwd(rows_of(dy)[:, None], *ctx.saved_tensors, None, None, needed)
-        return dx.view(ctx.shape) if needed[0] else None, da.view(ctx.shape[:-1]) if needed[1] else None
+        return input_gradients(ctx, (dx, da), (ctx.shape, ctx.shape[:-1]))
 
 
 class LigerMHCPostResFunction(torch.autograd.Function):
@@ -187,8 +187,7 @@ class LigerMHCPostResFunction(torch.autograd.Function):
         dx, da, df, dp = mhc_mix_bwd(_streams(dy), *ctx.saved_tensors, [need_dx, need_da, need_df, need_dp])
         outer, (H, C) = ctx.shape[:-2], ctx.shape[-2:]
         shapes = (*outer, H, C), (*outer, C), (*outer, H), (*outer, H, H)
-        found = zip((dx, df, dp, da), shapes, ctx.needs_input_grad)
-        return tuple([d.view(shape) if need else None for d, shape, need in found])
+        return input_gradients(ctx, (dx, df, dp, da), shapes)
 
 
 @op(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
-from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import input_gradients, launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import check_norm
@@ -237,8 +237,7 @@ class LigerModulatedRMSNormFunction(torch.autograd.Function):
             rows_of(dy), x, w, scale, rstd, ctx.offset, *needs[:3], ctx.shift_dtype if needs[3] else None
         )
         shapes = dy.shape, w if w is None else w.shape, ctx.scale_shape, ctx.shift_shape
-        found = [g.view(shape) if need else None for g, shape, need in zip(grads, shapes, needs)]
-        return *found, None, None, None, None
+        return input_gradients(ctx, grads, shapes)
 
 
 def check_rows(x: Tensor, scale: Tensor) -> None:

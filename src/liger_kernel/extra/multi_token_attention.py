@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_kernel.extra.softmax import softmax_bwd, softmax_fwd
 from liger_kernel.extra.sparsemax import reference as sparsemax_reference, sparsemax_bwd, sparsemax_fwd
 from liger_kernel.ops._core import Case, Cost, T, checks, nbytes, once_differentiable, op, typed_launcher
-from liger_kernel.ops._core.operator import autocast_dtype, rows_of, use_kernels
+from liger_kernel.ops._core.operator import autocast_dtype, input_gradients, rows_of, use_kernels
 
 Size = int | tuple[int, int]
 
@@ -67,8 +67,7 @@ class LigerMultiTokenAttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         needed = list(ctx.needs_input_grad[:3])
-        grads = multi_token_attention_bwd(dy, *ctx.saved_tensors, *ctx.conv, ctx.sparse, needed)
-        return *(g if need else None for g, need in zip(grads, needed)), None, None, None, None, None
+        return input_gradients(ctx, multi_token_attention_bwd(dy, *ctx.saved_tensors, *ctx.conv, ctx.sparse, needed))
 
 
 def _cost(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
-from liger_kernel.ops._core.operator import launch, once_differentiable, tracing, use_kernels
+from liger_kernel.ops._core.operator import input_gradients, launch, once_differentiable, tracing, use_kernels
 from liger_kernel.ops._core.tl import cdiv, exp_of, jit, load_tile, mask_of, store_tile, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
@@ -220,8 +220,7 @@ class LigerFusedNeighborhoodAttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):
         needed = list(ctx.needs_input_grad[:3])
-        grads = neighborhood_attention_bwd(unit(do), *ctx.saved_tensors, *ctx.options, needed)
-        return *(g if need else None for g, need in zip(grads, needed)), None, None, None
+        return input_gradients(ctx, neighborhood_attention_bwd(unit(do), *ctx.saved_tensors, *ctx.options, needed))
 
 
 def _qkv(*shape: int) -> dict[str, T]:

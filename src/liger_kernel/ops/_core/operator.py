@@ -486,6 +486,17 @@ def once_differentiable(backward: Callable) -> Callable:
     return once
 
 
+def input_gradients(ctx: Any, grads: Iterable[Any], shapes: Iterable[Sequence[int] | None] = ()) -> tuple[Any, ...]:
+    """What a Function's ``backward`` returns: ``grads``, those of its first inputs, where they are
+    needed, and None for all others. ``shapes``: of the first ones, None where they have theirs."""
+    needs = ctx.needs_input_grad
+    found = [d if need else None for d, need in zip(grads, needs)]
+    for i, shape in enumerate(shapes):
+        if found[i] is not None and shape is not None:
+            found[i] = found[i].view(shape)
+    return *found, *(None,) * (len(needs) - len(found))
+
+
 def with_gradients(fn: Callable[..., Any], *inputs: Tensor | None) -> tuple[Any, list[Any]]:
     """``fn(*inputs)`` without a graph, and the gradients of the sum of its first result to the
     inputs that are not None: for losses without autograd."""

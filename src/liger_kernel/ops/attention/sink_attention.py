@@ -38,7 +38,14 @@ from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
 from liger_kernel.ops._core.invariance import is_invariant
-from liger_kernel.ops._core.operator import autocast_dtype, launch, once_differentiable, tracing, use_kernels
+from liger_kernel.ops._core.operator import (
+    autocast_dtype,
+    input_gradients,
+    launch,
+    once_differentiable,
+    tracing,
+    use_kernels,
+)
 from liger_kernel.ops._core.tl import cdiv, exp, jit, mask_of, next_power_of_2, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
@@ -768,8 +775,7 @@ class LigerSinkAttentionFunction(torch.autograd.Function):
         *saved, first, valid = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[:4])
         how = ctx.window, first, valid, ctx.scale, needed, ctx.by_document
-        grads = sink_attention_bwd(unit(do), *saved, *how)
-        return *(g if need else None for g, need in zip(grads, needed)), None, None, None, None
+        return input_gradients(ctx, sink_attention_bwd(unit(do), *saved, *how))
 
 
 def later_attention(

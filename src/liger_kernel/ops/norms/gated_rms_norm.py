@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, once_differentiable, op, typed_launcher
-from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import input_gradients, launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of, check_act
@@ -177,11 +177,8 @@ class GatedRMSNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        needs = ctx.needs_input_grad[:3]
-        grads = gated_rms_norm_bwd(rows_of(dy), *ctx.saved_tensors, *ctx.how, *needs)
-        shapes = dy.shape, dy.shape, dy.shape[-1:]
-        found = [g.view(shape) if need else None for g, shape, need in zip(grads, shapes, needs)]
-        return *found, None, None, None, None, None
+        grads = gated_rms_norm_bwd(rows_of(dy), *ctx.saved_tensors, *ctx.how, *ctx.needs_input_grad[:3])
+        return input_gradients(ctx, grads, (dy.shape, dy.shape, dy.shape[-1:]))
 
 
 def _tensors(*shape: int) -> dict[str, T]:

@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core.operator import (
+    input_gradients,
+    launch,
+    launcher,
+    once_differentiable,
+    rows_of,
+    shaped,
+    use_kernels,
+)
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, tl
 from liger_kernel.ops.activations.glu import act_and_slope
@@ -412,12 +420,7 @@ class CausalConv1dFunction(torch.autograd.Function):
     def backward(ctx, dy):
         needed = list(ctx.needs_input_grad[:6])
         grads = causal_conv1d_bwd(rows_of(dy), *ctx.saved_tensors, *ctx.how, needed)
-        of_rows = (0, 3, 4)
-        found = [
-            None if not need else d.view(dy.shape) if i in of_rows else d
-            for i, (d, need) in enumerate(zip(grads, needed))
-        ]
-        return *found, None, None
+        return input_gradients(ctx, grads, (dy.shape, None, None, dy.shape, dy.shape))
 
 
 def _tensors(*shape: int, W: int = 4) -> dict[str, T]:

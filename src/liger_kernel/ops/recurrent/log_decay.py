@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, launcher, nbytes, once_differentiable, op
+from liger_kernel.ops._core.operator import input_gradients, launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, exp, jit, load_row, load_tile, mask_of, next_power_of_2, store_tile, tl
 from liger_kernel.ops.recurrent.ssd_kernels import _softplus
@@ -139,10 +139,8 @@ class LogDecayFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dg):
-        needs = ctx.needs_input_grad[:3]
-        grads = log_decay_bwd(rows_of(dg), *ctx.saved_tensors, ctx.bound, *needs)
-        da, dA, dbias = (d if need else None for d, need in zip(grads, needs))
-        return None if da is None else da.view(dg.shape), dA, dbias, None, None
+        grads = log_decay_bwd(rows_of(dg), *ctx.saved_tensors, ctx.bound, *ctx.needs_input_grad[:3])
+        return input_gradients(ctx, grads, [dg.shape])
 
 
 def _tensors(*shape: int, H: int) -> dict[str, T]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T as T_, launch_config, nbytes, once_differentiable, op, typed_launcher
-from liger_kernel.ops._core.operator import launch
+from liger_kernel.ops._core.operator import input_gradients, launch
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import CASTING, reference as rms_norm_reference
@@ -353,13 +353,12 @@ class QKNormRopeFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dyq, dyk):
-        saved, need = ctx.saved_tensors, ctx.needs_input_grad[:4]
-        dq, dk, dw = qk_norm_rope_bwd(dyq, dyk, *saved, *ctx.options, *need)
+        saved = ctx.saved_tensors
+        dq, dk, dw = qk_norm_rope_bwd(dyq, dyk, *saved, *ctx.options, *ctx.needs_input_grad[:4])
         wq, wk = saved[2:4]
         # side by side in one tensor, both, or the only one there is
         D = len(wq)
-        grads = dq, dk, dw[:D].to(wq.dtype), dw[-D:].to(wk.dtype)
-        return *(g if needed else None for g, needed in zip(grads, need)), *(None,) * 9
+        return input_gradients(ctx, (dq, dk, dw[:D].to(wq.dtype), dw[-D:].to(wk.dtype)))
 
 
 def _qk(

@@ -30,7 +30,7 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, mask_of, rsqrt, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, div, exp, jit, load_row, load_tile, rows_in, rsqrt, store_tile, tile_at, tl
 
 MAX_D = 8192  # columns of which one program holds five tensors in registers; the reference computes wider rows
 
@@ -81,8 +81,7 @@ def _bwd(
     w = load_row(wq_ptr, col, D) * load_row(wn_ptr, col, D)
     dw = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for tile in range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        row = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = mask_of(row, M, col, D)
+        row, mask = rows_in(tile, M, col, D, BLOCK_M)
         dh = load_tile(dh_ptr, row, col, dh_stride, mask)
         top = tl.load(score_ptr + row * N, mask=row < M, other=0.0)
         for n in range(1, N):

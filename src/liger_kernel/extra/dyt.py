@@ -21,7 +21,8 @@ from liger_kernel.ops._core.tl import (
     jit,
     load_row,
     load_tile,
-    mask_of,
+    own_block,
+    rows_in,
     store_tile,
     tanh,
     tanh_slope,
@@ -40,10 +41,7 @@ def _fwd(
     x_ptr, alpha_ptr, gamma_ptr, beta_ptr, y_ptr, M, N, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(N, BLOCK_N)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = mask_of(row, M, col, N)
+    row, col, mask = own_block(M, N, BLOCK_M, BLOCK_N)
     alpha = tl.load(alpha_ptr).to(tl.float32)
     x = load_tile(x_ptr, row, col, x_stride, mask)
     y = tanh(alpha * x) * load_row(gamma_ptr, col, N)[None, :]
@@ -69,8 +67,7 @@ def _bwd(
     dgamma = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbeta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0) // blocks, num_stages=STAGES):
-        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = mask_of(row, M, col, N)
+        row, mask = rows_in(tile, M, col, N, BLOCK_M)
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         if NEED_DBETA:
             dbeta += dy

@@ -22,7 +22,7 @@ from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nb
 from liger_kernel.ops._core.operator import launch, once_differentiable, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.schema import SymInt
-from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, rows_at, store_tile, tile_at, tl
 from liger_kernel.ops.norms.layer_norm import standardised
 
 MAX_N = 16384  # numbers of a group that one program holds in registers
@@ -108,8 +108,8 @@ def _merge(x_ptr, parts_ptr, mean_ptr, rstd_ptr, N, splits, length, eps, SPLITS:
 def _place(M, D, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows and columns of a program, and which of them there are."""
     blocks = tl.cdiv(D, BLOCK_N)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = rows_at(tl.program_id(0) // blocks, BLOCK_M)
+    col = rows_at(tl.program_id(0) % blocks, BLOCK_N)
     return row, col, mask_of(row, M, col, D)
 
 
@@ -138,7 +138,7 @@ def _bwd_sums(
 ):  # fmt: skip
     """Sums q and p over a part of the columns of some rows (channels of samples), ``sums``
     (splits, B, q then p, C)."""
-    row = (tl.program_id(0) // splits).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = rows_at(tl.program_id(0) // splits, BLOCK_M)
     part = (tl.program_id(0) % splits).to(tl.int64)
     mean = tl.load(mean_ptr + row // K, mask=row < M, other=0.0)[:, None]
     rstd = tl.load(rstd_ptr + row // K, mask=row < M, other=0.0)

@@ -38,7 +38,20 @@ from liger_kernel.ops._core.operator import (
     use_kernels,
 )
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import add_exactly, cdiv, div, exp, jit, mask_of, next_power_of_2, rsqrt, store_tile, tl
+from liger_kernel.ops._core.tl import (
+    add_exactly,
+    cdiv,
+    div,
+    exp,
+    jit,
+    mask_of,
+    next_power_of_2,
+    rows_at,
+    rows_in,
+    rsqrt,
+    store_tile,
+    tl,
+)
 
 # with more streams, phi has too many columns for a tile, and the reference computes the coefficients
 MAX_STREAMS = 8
@@ -94,7 +107,7 @@ def _project(
     PRECISION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Of some columns: x phi, and as one more column the sums of the squares of x."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = rows_at(tl.program_id(0), BLOCK_T)
     p = tl.arange(0, BLOCK_P)
     mix = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
     squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
@@ -149,8 +162,7 @@ def _project_bwd(
     else:
         phi = tl.load(phi_ptr + k[:, None] * P + p[None, :], mask=inside, other=0.0)
     for tile in range(split, tl.cdiv(T, BLOCK_T), tl.num_programs(1)):
-        row = tl.cast(tile, tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-        mask = mask_of(row, T, k, K)
+        row, mask = rows_in(tile, T, k, K, BLOCK_T)
         x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
         dz = tl.load(dz_ptr + row[:, None] * P + p[None, :], mask=mask_of(row, T, p, P), other=0.0)
         if OF_PHI:
@@ -210,7 +222,7 @@ def _coeffs_fwd(
     T, H, K, P, tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = rows_at(tl.program_id(0), BLOCK_T)
     j = tl.arange(0, BLOCK_H)[None, :]
     flat = (row < T)[:, None] & (j < H)
     rstd = _rstd(mix_ptr, row, T, K, P, rms_eps)
@@ -265,7 +277,7 @@ def _coeffs_bwd(
     da_post = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
     da_res = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_H), tl.float32)
     for tile in range(program, tl.cdiv(T, BLOCK_T), tl.num_programs(0)):
-        rows = tl.cast(tile, tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        rows = rows_at(tile, BLOCK_T)
         flat = (rows < T)[:, None] & (j < H)
         rstd = _rstd(mix_ptr, rows, T, K, P, rms_eps)
         row = rows[:, None]

@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_kernel.extra.mhc import _check
 from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, once_differentiable, op, typed_launcher
 from liger_kernel.ops._core.operator import input_gradients, launch, rows_of, shaped, tracing, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, own_block, rows_at, store_tile, tl
 
 
 def pre_reference(x, h_pre):
@@ -42,11 +42,8 @@ def _mix_fwd(
     x_ptr, f_ptr, a_ptr, p_ptr, y_ptr, T, C, H, O, x_stride, i_stride, f_stride,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(C, BLOCK_C)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    row, col, flat = own_block(T, C, BLOCK_T, BLOCK_C)
     i = tl.arange(0, BLOCK_H)
-    flat = mask_of(row, T, col, C)
     streams = mask_of(row, T, i, H)
     x = _load_streams(x_ptr, row, i, col, x_stride, i_stride, streams[:, :, None] & (col < C)[None, None, :])
     if f_ptr is not None:
@@ -66,7 +63,7 @@ def _mix_bwd(
     NEED_DX: tl.constexpr, NEED_DF: tl.constexpr, NEED_DA: tl.constexpr, NEED_DP: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = rows_at(tl.program_id(0), BLOCK_T)
     i = tl.arange(0, BLOCK_H)
     outputs = tl.arange(0, BLOCK_O)
     streams = mask_of(row, T, i, H)

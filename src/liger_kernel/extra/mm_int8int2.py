@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core.operator import launch, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, mask_of, tl, triton
+from liger_kernel.ops._core.tl import cdiv, jit, mask_of, own_block, tl, triton
 
 _A_BYTE = 4
 # for a few rows, which are bound by reading b, and for many; not measured
@@ -41,9 +41,7 @@ def unpack_weights(packed: Tensor, bits: int = 2) -> Tensor:
 def _matmul(
     a_ptr, packed_ptr, c_ptr, M, N, Q, a_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    blocks = tl.cdiv(N, BLOCK_N)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, col, _ = own_block(M, N, BLOCK_M, BLOCK_N)
     c = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     for start in range(0, Q, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)

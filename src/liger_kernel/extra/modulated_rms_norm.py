@@ -26,7 +26,7 @@ from torch import Tensor
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
 from liger_kernel.ops._core.operator import input_gradients, launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, rows_at, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import check_norm
 
 # columns of dy, x, two sums and the factors that the backward holds in registers; the reference
@@ -54,7 +54,7 @@ def _fwd(
     x_ptr, w_ptr, scale_ptr, shift_ptr, y_ptr, rstd_ptr, M, N, R, x_stride, scale_stride, shift_stride, eps, offset,
     CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = rows_at(tl.program_id(0), BLOCK_M)
     sample = row // R
     col = tl.arange(0, BLOCK_N)
     mask = mask_of(row, M, col, N)
@@ -100,7 +100,7 @@ def _bwd(
     a = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     b = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(tl.program_id(0) % programs, tl.cdiv(R, BLOCK_M), programs, num_stages=STAGES):
-        of_sample = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        of_sample = rows_at(tile, BLOCK_M)
         row = sample * R + of_sample
         mask = mask_of(of_sample, R, col, N)
         here = row[:, None] * N + col[None, :]

@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
 from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, rows_in, store_tile, tile_at, tl
 
 # Columns that a program holds in registers, with their powers, and in the backward also dy. A wider
 # row is read more than once, in blocks of columns
@@ -188,8 +188,7 @@ def _bwd(
     dw2 = tl.zeros((BLOCK_M,), tl.float32)
     db = tl.zeros((BLOCK_M,), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = mask_of(row, M, col, N)
+        row, mask = rows_in(tile, M, col, N, BLOCK_M)
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         x = load_tile(x_ptr, row, col, x_stride, mask)
         inverse = tl.load(stats_ptr + row, mask=row < M, other=0.0)

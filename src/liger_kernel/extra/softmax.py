@@ -52,6 +52,12 @@ def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constex
 
 
 @jit
+def own_row(ptr, stride):
+    """Where a program's row begins."""
+    return ptr + tl.program_id(0).to(tl.int64) * stride
+
+
+@jit
 def load_part(ptr, at, N, other, POLICY: tl.constexpr):
     """A part of a long row. ``POLICY``: whether the L2 cache keeps it for the next sweep."""
     return tl.load(ptr + at, mask=at < N, other=other, eviction_policy=POLICY).to(tl.float32)
@@ -69,11 +75,8 @@ def _total(x_ptr, N, shift, lane, BLOCK: tl.constexpr):
 
 @jit
 def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    end = row % N + 1 if CAUSAL else N
-    x_ptr += row * x_stride
-    y_ptr += row * N
-    lane = tl.arange(0, BLOCK)
+    x_ptr, y_ptr, lane = own_row(x_ptr, x_stride), own_row(y_ptr, N), tl.arange(0, BLOCK)
+    end = tl.program_id(0).to(tl.int64) % N + 1 if CAUSAL else N
     # one exponential a value: numbers are counted from the largest of the first block
     x = load_part(x_ptr, lane, end, -float("inf"), "evict_last")
     shift = tl.max(x, axis=0)
@@ -106,10 +109,7 @@ def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr
 
 @jit
 def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    dy_ptr += row * dy_stride
-    y_ptr += row * y_stride
-    dx_ptr += row * N
+    dy_ptr, y_ptr, dx_ptr = own_row(dy_ptr, dy_stride), own_row(y_ptr, y_stride), own_row(dx_ptr, N)
     lane = tl.arange(0, BLOCK)
     dot = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, N, BLOCK):

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.extra.softmax import CASES, check, launch_bwd, launch_fwd, load_part
+from liger_kernel.extra.softmax import CASES, check, launch_bwd, launch_fwd, load_part, own_row
 from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, once_differentiable, op, typed_launcher
 from liger_kernel.ops._core.operator import rows_of, shaped, use_kernels
 from liger_kernel.ops._core.tl import div, jit, load_tile, store_tile, tile_at, tl
@@ -67,11 +67,8 @@ def _fwd(x_ptr, y_ptr, M, N, x_stride, CAUSAL: tl.constexpr, BLOCK_M: tl.constex
 @jit
 def _fwd_long(x_ptr, y_ptr, N, x_stride, CAUSAL: tl.constexpr, BLOCK: tl.constexpr):
     """One row a program: a sweep for the largest, one for each step, and one that writes y."""
-    row = tl.program_id(0).to(tl.int64)
-    end = row % N + 1 if CAUSAL else N
-    x_ptr += row * x_stride
-    y_ptr += row * N
-    lane = tl.arange(0, BLOCK)
+    x_ptr, y_ptr, lane = own_row(x_ptr, x_stride), own_row(y_ptr, N), tl.arange(0, BLOCK)
+    end = tl.program_id(0).to(tl.int64) % N + 1 if CAUSAL else N
     top = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, end, BLOCK):
         x = load_part(x_ptr, start + lane, end, -float("inf"), "evict_last")
@@ -114,10 +111,7 @@ def _bwd(dy_ptr, y_ptr, dx_ptr, M, N, dy_stride, y_stride, BLOCK_M: tl.constexpr
 
 @jit
 def _bwd_long(dy_ptr, y_ptr, dx_ptr, N, dy_stride, y_stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    dy_ptr += row * dy_stride
-    y_ptr += row * y_stride
-    dx_ptr += row * N
+    dy_ptr, y_ptr, dx_ptr = own_row(dy_ptr, dy_stride), own_row(y_ptr, y_stride), own_row(dx_ptr, N)
     lane = tl.arange(0, BLOCK)
     counts = tl.zeros((BLOCK,), tl.int32)
     sums = tl.zeros((BLOCK,), tl.float32)

@@ -23,7 +23,7 @@ from torch import Tensor
 from liger_kernel.ops._core import Case, Cost, T, nbytes, once_differentiable, op, typed_launcher
 from liger_kernel.ops._core.operator import as_index, host_can_read, launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.schema import SymInt
-from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, own_block, tl
 
 # tokens a piece has at most: 64 steps of a program; the slots, two rows of fp32 a cut, are a
 # sixty-fourth of dy in bf16
@@ -39,10 +39,7 @@ def reference(index, w, *, padding_idx):
 
 @jit
 def _fwd(index_ptr, w_ptr, y_ptr, M, V, N, w_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    blocks = tl.cdiv(N, BLOCK_N)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = mask_of(row, M, col, N)
+    row, col, mask = own_block(M, N, BLOCK_M, BLOCK_N)
     # in 64 bits: a large table has more than 2^31 values
     index = tl.load(index_ptr + row, mask=row < M, other=-1).to(tl.int64)
     known = ((index >= 0) & (index < V))[:, None]

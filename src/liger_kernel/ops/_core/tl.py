@@ -57,11 +57,34 @@ def mask_of(row, M, col, N):
 
 
 @jit
+def rows_at(i, BLOCK: tl.constexpr):
+    """The rows of the ``i``th block, in 64 bits as in ``tile_at``."""
+    return tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+
+
+@jit
+def rows_in(i, M, col, N, BLOCK: tl.constexpr):
+    """The rows of the ``i``th block, and its mask with these columns."""
+    row = rows_at(i, BLOCK)
+    return row, mask_of(row, M, col, N)
+
+
+@jit
 def tile_at(i, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows, columns and mask of the ``i``th tile of whole rows."""
     # rows times a stride of a large tensor pass 2^31
     row = i.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.arange(0, BLOCK_N)
+    return row, col, mask_of(row, M, col, N)
+
+
+@jit
+def own_block(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows, columns and mask of a program's tile, of which rows have several: one axis of programs,
+    as the second of a grid has at most 65535."""
+    blocks = tl.cdiv(N, BLOCK_N)
+    row = rows_at(tl.program_id(0) // blocks, BLOCK_M)
+    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     return row, col, mask_of(row, M, col, N)
 
 
@@ -82,6 +105,18 @@ def store_if(ptr, at, value):
         tl.store(ptr + at, value)
 
 
+@jit
+def store_sums(ptr, program, col, N, a, b, NEED_A: tl.constexpr, NEED_B: tl.constexpr):
+    """A program's row of partial sums over rows: of a, then of b; one alone if the other is not needed."""
+    ptr += program.to(tl.int64) * N * (NEED_A + NEED_B)
+    if NEED_A:
+        tl.store(ptr + col, tl.sum(a, axis=0), mask=col < N)
+        ptr += N
+    if NEED_B:
+        tl.store(ptr + col, tl.sum(b, axis=0), mask=col < N)
+
+
+# by column, or numbers of rows by row
 @jit
 def load_row(ptr, col, N):
     return tl.load(ptr + col, mask=col < N, other=0.0).to(tl.float32)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, once_differentiable, op, typed_launcher
 from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
-from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, mask_of, tl
+from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_tile, own_block, tl
 
 # what models name in many ways: `transformers/recognise` finds out which of these a model has
 ACTS = {
@@ -135,11 +135,7 @@ def _fwd(
 ):  # fmt: skip
     """``maxima``: (MAXIMA,) zeros that get the largest values of y; without it they are not
     searched."""
-    # one axis of programs: the second of a grid has at most 65535
-    blocks = tl.cdiv(N, BLOCK_N)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = mask_of(row, M, col, N)
+    row, col, mask = own_block(M, N, BLOCK_M, BLOCK_N)
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
     up = load_tile(up_ptr, row, col, up_stride, mask)
     # gate keeps its dtype, to which act(gate) is rounded
@@ -176,10 +172,7 @@ def _bwd(
     ``maxima``: (3, MAXIMA) zeros that get those of y, dgate and dup; without it they are
     not searched.
     """
-    blocks = tl.cdiv(N, BLOCK_N)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = mask_of(row, M, col, N)
+    row, col, mask = own_block(M, N, BLOCK_M, BLOCK_N)
     dy = load_tile(dy_ptr, row, col, dy_stride, mask)
     gate = tl.load(gate_ptr + row[:, None] * gate_stride + col[None, :], mask=mask, other=0.0)
     g = gate.to(tl.float32)

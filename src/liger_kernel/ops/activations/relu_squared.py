@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, acc, nbytes, once_differentiable, op, typed_launcher
 from liger_kernel.ops._core.operator import launch, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, rows_at, tl
 
 # values per program, 16 per thread: as in glu, memory bandwidth is the only limit
 BLOCK = 2048
@@ -21,17 +21,17 @@ def reference(x):
 
 @jit
 def _fwd(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    i = rows_at(tl.program_id(0), BLOCK)
+    x = load_row(x_ptr, i, N)
     # not max(x, 0): a NaN stays one
     tl.store(y_ptr + i, tl.where(x <= 0, 0.0, x * x).to(y_ptr.dtype.element_ty), mask=i < N)
 
 
 @jit
 def _bwd(dy_ptr, x_ptr, dx_ptr, N, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dy = tl.load(dy_ptr + i, mask=i < N, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    i = rows_at(tl.program_id(0), BLOCK)
+    dy = load_row(dy_ptr, i, N)
+    x = load_row(x_ptr, i, N)
     tl.store(dx_ptr + i, tl.where(x <= 0, 0.0, 2.0 * x * dy).to(dx_ptr.dtype.element_ty), mask=i < N)
 
 

@@ -46,7 +46,7 @@ from liger_kernel.ops._core.operator import (
     tracing,
     use_kernels,
 )
-from liger_kernel.ops._core.tl import cdiv, exp, jit, mask_of, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, exp, jit, mask_of, next_power_of_2, rows_at, tl
 from liger_kernel.ops.attention.heads import new_like, unit
 
 # columns of a head whose blocks fit into shared memory; the reference computes wider heads
@@ -223,16 +223,12 @@ def _fwd_blocks(
     EVEN_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # keys before all of these tokens need no mask for the diagonal; the rest is a few blocks
-    for start in range(begin, whole, BLOCK_N):
-        top, total, o = _fwd_step(
-            q, top, total, o, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
-            window, False, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    for start in range(whole, end, BLOCK_N):
-        top, total, o = _fwd_step(
-            q, top, total, o, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
-            window, True, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        for start in range(whole if MASKED else begin, end if MASKED else whole, BLOCK_N):
+            top, total, o = _fwd_step(
+                q, top, total, o, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
+                window, MASKED, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
     return top, total, o
 
 
@@ -323,7 +319,7 @@ def _delta(
     PRECISE: tl.constexpr = o_ptr.dtype.element_ty == tl.float32
     block = tl.program_id(0) // R
     b, h = (tl.program_id(0) % R // H).to(tl.int64), (tl.program_id(0) % R % H).to(tl.int64)
-    t = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    t = rows_at(block, BLOCK_M)
     col = tl.arange(0, BLOCK_D)
     mask = mask_of(t, T, col, D)
     do = tl.load(do_ptr + b * gb + h * gh + t[:, None] * gt + col[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -365,16 +361,12 @@ def _dq_blocks(
     q, do, lse, share, delta, dq, begin, whole, end, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
     window, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    for start in range(begin, whole, BLOCK_N):
-        dq = _dq_step(
-            q, do, lse, share, delta, dq, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
-            window, False, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
-    for start in range(whole, end, BLOCK_N):
-        dq = _dq_step(
-            q, do, lse, share, delta, dq, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt, unit,
-            window, True, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+    for MASKED in tl.static_range(2):
+        for start in range(whole if MASKED else begin, end if MASKED else whole, BLOCK_N):
+            dq = _dq_step(
+                q, do, lse, share, delta, dq, start, t, first_ptr, first, k_ptr, v_ptr, valid_ptr, T, D, kt, vt,
+                unit, window, MASKED, EVEN_D, PRECISION, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
     return dq
 
 
@@ -532,20 +524,15 @@ def _bwd_dkv(
             whole = tl.where((cur == start_j) & (stop >= start_j + BLOCK_N), tl.minimum(whole, until), until)
             for g in range(0, G):
                 head = h * G + g
-                for start in range(begin, whole, BLOCK_M):
-                    dk, dv, lost_k, lost_v = _dkv_step(
-                        k, v, dk, dv, lost_k, lost_v, start, j, valid_ptr, seen_j, q_ptr + head * qh,
-                        do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T,
-                        stop, D, qt, gt, unit, window, True, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
-                        BLOCK_D,
-                    )  # fmt: skip
-                for start in range(whole, until, BLOCK_M):
-                    dk, dv, lost_k, lost_v = _dkv_step(
-                        k, v, dk, dv, lost_k, lost_v, start, j, valid_ptr, seen_j, q_ptr + head * qh,
-                        do_ptr + head * gh, None, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T,
-                        stop, D, qt, gt, unit, window, False, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
-                        BLOCK_D,
-                    )  # fmt: skip
+                # first blocks of which some keys are not seen, then those of which all are
+                for ALL in tl.static_range(2):
+                    for start in range(whole if ALL else begin, until if ALL else whole, BLOCK_M):
+                        dk, dv, lost_k, lost_v = _dkv_step(
+                            k, v, dk, dv, lost_k, lost_v, start, j, valid_ptr, seen_j, q_ptr + head * qh,
+                            do_ptr + head * gh, None if ALL else first_ptr, lse_ptr + head * T, share_ptr + head * T,
+                            delta_ptr + head * T, stop, D, qt, gt, unit, window, not ALL, EVEN_D, NEED_DK, NEED_DV,
+                            PRECISION, BLOCK_M, BLOCK_D,
+                        )  # fmt: skip
             cur = tl.where(stop > cur, stop, last)
     else:
         end = T
@@ -556,24 +543,16 @@ def _bwd_dkv(
         begin = start_j // BLOCK_M * BLOCK_M
         # from here on, all of these keys are before all queries: blocks without a mask
         whole = tl.cdiv(start_j + BLOCK_N, BLOCK_M) * BLOCK_M
-        steps = tl.cdiv(tl.minimum(whole, end) - begin, BLOCK_M)
-        for i in range(0, G * steps):
-            head = h * G + i // steps
-            dk, dv, lost_k, lost_v = _dkv_step(
-                k, v, dk, dv, lost_k, lost_v, begin + i % steps * BLOCK_M, j, valid_ptr, seen_j, q_ptr + head * qh,
-                do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt,
-                gt, unit, window, True, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
-                BLOCK_D,
-            )  # fmt: skip
-        steps = tl.cdiv(tl.maximum(end - whole, 0), BLOCK_M)
-        for i in range(0, G * steps):
-            head = h * G + i // steps
-            dk, dv, lost_k, lost_v = _dkv_step(
-                k, v, dk, dv, lost_k, lost_v, whole + i % steps * BLOCK_M, j, valid_ptr, seen_j, q_ptr + head * qh,
-                do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T, T, D, qt,
-                gt, unit, window, False, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M,
-                BLOCK_D,
-            )  # fmt: skip
+        for ALL in tl.static_range(2):
+            start = whole if ALL else begin
+            steps = tl.cdiv(tl.maximum(end - whole, 0) if ALL else tl.minimum(whole, end) - begin, BLOCK_M)
+            for i in range(0, G * steps):
+                head = h * G + i // steps
+                dk, dv, lost_k, lost_v = _dkv_step(
+                    k, v, dk, dv, lost_k, lost_v, start + i % steps * BLOCK_M, j, valid_ptr, seen_j, q_ptr + head * qh,
+                    do_ptr + head * gh, first_ptr, lse_ptr + head * T, share_ptr + head * T, delta_ptr + head * T,
+                    T, D, qt, gt, unit, window, not ALL, EVEN_D, NEED_DK, NEED_DV, PRECISION, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
     at = ((b * T + j) * (H // G) + h)[:, None] * D + col[None, :]
     mask = mask_of(j, T, col, D)
     if NEED_DK:

@@ -140,6 +140,13 @@ def _weight(w_ptr, col, mask):
 
 
 @jit
+def higher(z, col, mask, top, at):
+    """The largest z of each lane so far, and its class."""
+    more = mask & (z > top)
+    return tl.where(more, z, top), tl.where(more, col, at)
+
+
+@jit
 def _sums(
     z_ptr, bias_ptr, w_ptr, V, shift, scale, cap, lane,
     SMOOTH: tl.constexpr, STATS: tl.constexpr, MEAN: tl.constexpr, ENTROPY: tl.constexpr, EVICT: tl.constexpr,
@@ -161,9 +168,7 @@ def _sums(
         if MEAN:
             zs += tl.where(mask, z, 0.0)
         if STATS:
-            higher = mask & (z > top)
-            top = tl.where(higher, z, top)
-            at = tl.where(higher, col, at)
+            top, at = higher(z, col, mask, top, at)
         z = tl.where(mask, z, -float("inf"))
         # exp2 of two products is one instruction less
         e = exp_of(z - shift, True) if PRECISE else tl.exp2(z * _LOG2E - shift * _LOG2E)

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import acc
 from liger_kernel.ops._core.operator import launch, on_gpu, tracing, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tanh, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, next_power_of_2, tanh, tl
 from liger_kernel.ops.losses.chunks import auto_chunk_rows, dtype_of_dw
 from liger_kernel.ops.losses.cross_entropy_rows import (
     _LOG2E,
@@ -140,9 +140,9 @@ def _gradient(
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = (row < M)[:, None] & (col < N)[None, :]
     target = tl.load(target_ptr + row, mask=row < M, other=0).to(tl.int64)
-    lse = tl.load(lse_ptr + row, mask=row < M, other=0.0)[:, None]
+    lse = load_row(lse_ptr, row, M)[:, None]
     # a factor of p in every column of the row
-    slope = tl.load(spread_ptr + row, mask=row < M, other=0.0)[:, None]
+    slope = load_row(spread_ptr, row, M)[:, None]
     if top_ptr is not None:  # from 8 bits of each logit
         code = tl.load(z_ptr + row[:, None] * N + col[None, :], mask=inside, other=255)
         top = tl.load(top_ptr + row, mask=row < M, other=0.0)
@@ -150,18 +150,18 @@ def _gradient(
     else:
         z = tl.load(z_ptr + row[:, None] * z_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
         if bias_ptr is not None:
-            z += tl.load(bias_ptr + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+            z += load_row(bias_ptr, col, N)[None, :]
         z *= tl.cast(logit_scale, tl.float32)
         if softcap is not None:
             z = tanh(z / tl.cast(softcap, tl.float32)) * tl.cast(softcap, tl.float32)
         is_target = inside & (col[None, :] == (target - first)[:, None])
         tl.store(z_y_ptr + row[:, None] + 0 * col[None, :], z, mask=is_target)
     if ge_ptr is not None:
-        ge = tl.load(ge_ptr + row, mask=row < M, other=0.0)[:, None]
-        slope += ge * ((lse - tl.maximum(z, -3e38)) - tl.load(entropy_ptr + row, mask=row < M, other=0.0)[:, None])
+        ge = load_row(ge_ptr, row, M)[:, None]
+        slope += ge * ((lse - tl.maximum(z, -3e38)) - load_row(entropy_ptr, row, M)[:, None])
     dz = tl.exp2((z - lse) * _LOG2E) * slope
     if smooth_ptr is not None:
-        smooth = tl.load(smooth_ptr + row, mask=row < M, other=0.0)[:, None]
+        smooth = load_row(smooth_ptr, row, M)[:, None]
         w = tl.zeros([BLOCK_N], tl.float32) + _weight(w_ptr, col, col < N)
         dz -= smooth * w[None, :]
     if softcap is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
 from liger_kernel.ops._core.operator import as_index, launch, once_differentiable, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, tl
+from liger_kernel.ops._core.tl import cdiv, div, exp_of, jit, load_row, rows_at, tl
 
 MAX_E = 2048  # experts whose logits and two sums one program holds; the reference computes more
 
@@ -62,9 +62,9 @@ def _fwd(
     counts = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     probs = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = rows_at(tile, BLOCK_M)
         if weight_ptr is not None:
-            weight = tl.load(weight_ptr + row, mask=row < M, other=0.0).to(tl.float32)[:, None]
+            weight = load_row(weight_ptr, row, M)[:, None]
         else:
             weight = tl.where(row < M, 1.0, 0.0)[:, None]
         p = weight * _probabilities(logits_ptr, row, col, M, E, logits_stride)
@@ -83,14 +83,14 @@ def _bwd(
     dprobs_ptr, logits_ptr, weight_ptr, dlogits_ptr, M, E, logits_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = rows_at(tl.program_id(0), BLOCK_M)
     col = tl.arange(0, BLOCK_N)
     g = tl.load(dprobs_ptr + col, mask=col < E, other=0.0)[None, :]
     p = _probabilities(logits_ptr, row, col, M, E, logits_stride)
     # the derivative of softmax, computed again from the logits
     d = p * (g - tl.sum(p * g, axis=1)[:, None])
     if weight_ptr is not None:
-        d *= tl.load(weight_ptr + row, mask=row < M, other=0.0).to(tl.float32)[:, None]
+        d *= load_row(weight_ptr, row, M)[:, None]
     mask = (row < M)[:, None] & (col < E)[None, :]
     tl.store(dlogits_ptr + row[:, None] * E + col[None, :], d.to(dlogits_ptr.dtype.element_ty), mask=mask)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core.operator import launch, tracing, use_kernels
 from liger_kernel.ops._core.tl import exp_of, jit, log, next_power_of_2, store_if, tl
-from liger_kernel.ops.losses.cross_entropy_rows import transformed, transformed_logits
+from liger_kernel.ops.losses.cross_entropy_rows import higher, transformed, transformed_logits
 
 OUTPUTS = ("entropy", "log_sum_sq", "mean_logit", "top1", "lse")
 # rows of ``Found.state``; after the last tile, s and kept_s are logarithms and a is the entropy
@@ -111,9 +111,7 @@ def _sums(
         if MEAN:
             zs += tl.where(mask, z, 0.0)
         if TOP:
-            higher = mask & (z > maxima)
-            maxima = tl.where(higher, z, maxima)
-            at = tl.where(higher, col, at)
+            maxima, at = higher(z, col, mask, maxima, at)
         d = tl.where(mask, z - m, -1e30)
         e = exp_of(d, PRECISE)
         ss += e

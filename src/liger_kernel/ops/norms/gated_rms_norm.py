@@ -27,7 +27,7 @@ from torch import Tensor
 from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, once_differentiable, op, typed_launcher
 from liger_kernel.ops._core.operator import input_gradients, launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tile_at, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, rows_in, store_tile, tile_at, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, act_of, check_act
 from liger_kernel.ops.norms.rms_kernels import check_norm, reference as rms_norm_reference, scaled_rows
 
@@ -93,8 +93,7 @@ def _bwd(
     w = load_row(w_ptr, col, N)[None, :]
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = mask_of(row, M, col, N)
+        row, mask = rows_in(tile, M, col, N, BLOCK_M)
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         x = load_tile(x_ptr, row, col, x_stride, mask)
         # addresses of all outputs, before the loads: later, they take 14 registers more

@@ -17,16 +17,16 @@ from liger_kernel.ops._core import Case, Cost, T, acc, launch_config, nbytes, on
 from liger_kernel.ops._core.operator import launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.shards import is_sharded, on_own_rows
-from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, store_tile, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, rows_in, store_sums, store_tile, tl
 from liger_kernel.ops.norms.rms_kernels import (
     BWD_N,
     FWD_N,
     backward_grid,
-    block_at,
     check_norm,
     from_the_end,
     load_parts,
     padded,
+    part_at,
     sum_of,
 )
 
@@ -63,7 +63,7 @@ def standardised(x, mask, row, M, N, eps, mean_ptr, rstd_ptr):
 @jit
 def _fwd_parts(x_ptr, parts_ptr, M, N, x_stride, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Means, and sums of squared deviations from them, of the blocks of rows wider than a block."""
-    row, col, mask, part = block_at(from_the_end(), M, N, splits, BLOCK_M, BLOCK_N)
+    row, col, mask, part = part_at(from_the_end(), M, N, splits, BLOCK_M, BLOCK_N)
     x = load_tile(x_ptr, row, col, x_stride, mask)
     mean = tl.sum(x, axis=1) / tl.minimum(N - part * BLOCK_N, BLOCK_N)
     h = tl.where(mask, x - mean[:, None], 0.0)
@@ -77,7 +77,7 @@ def _fwd(
     x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, parts_ptr, M, N, x_stride, splits, eps,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, col, mask, part = block_at(tl.program_id(0), M, N, splits, BLOCK_M, BLOCK_N)
+    row, col, mask, part = part_at(tl.program_id(0), M, N, splits, BLOCK_M, BLOCK_N)
     x = load_tile(x_ptr, row, col, x_stride, mask)
     if SPLITS:
         # blocks are merged by their means, so that nothing cancels (Chan et al.)
@@ -102,9 +102,9 @@ def _bwd_parts(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Sums of g = dy w and of g x_hat of rows wider than a block, of which dx needs the means."""
-    row, col, mask, part = block_at(from_the_end(), M, N, splits, BLOCK_M, BLOCK_N)
-    mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)[:, None]
-    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+    row, col, mask, part = part_at(from_the_end(), M, N, splits, BLOCK_M, BLOCK_N)
+    mean = load_row(mean_ptr, row, M)[:, None]
+    rstd = load_row(rstd_ptr, row, M)[:, None]
     g = load_tile(dy_ptr, row, col, dy_stride, mask)
     x = load_tile(x_ptr, row, col, x_stride, mask)
     g = _affine(g, w_ptr, None, col, N)
@@ -127,16 +127,15 @@ def _bwd(
     db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # Programs are persistent: each sums dw and db over all its rows in registers, and writes them once
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = mask_of(row, M, col, N)
+        row, mask = rows_in(tile, M, col, N, BLOCK_M)
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         if NEED_DB:
             db += dy
         # a bias alone needs neither x nor its statistics
         if NEED_DX or NEED_DW:
             x = load_tile(x_ptr, row, col, x_stride, mask)
-            mean = tl.load(mean_ptr + row, mask=row < M, other=0.0)[:, None]
-            rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+            mean = load_row(mean_ptr, row, M)[:, None]
+            rstd = load_row(rstd_ptr, row, M)[:, None]
             x_hat = (x - mean) * rstd
             if NEED_DW:
                 dw += dy * x_hat
@@ -150,13 +149,7 @@ def _bwd(
                 g_mean, gx_mean = sum_of(g_sum) / N, sum_of(gx_sum) / N
                 dx = (g - g_mean[:, None] - x_hat * gx_mean[:, None]) * rstd
                 store_tile(dx_ptr, row, col, N, dx, mask)
-    # a program's row of partial sums: dw, then db; one alone if the other is not needed
-    dwb_ptr += program.to(tl.int64) * N * (NEED_DW + NEED_DB)
-    if NEED_DW:
-        tl.store(dwb_ptr + col, tl.sum(dw, axis=0), mask=col < N)
-        dwb_ptr += N
-    if NEED_DB:
-        tl.store(dwb_ptr + col, tl.sum(db, axis=0), mask=col < N)
+    store_sums(dwb_ptr, program, col, N, dw, db, NEED_DW, NEED_DB)
 
 
 @typed_launcher

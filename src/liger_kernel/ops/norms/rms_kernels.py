@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from liger_kernel.ops._core import acc, launch_config
-from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, next_power_of_2, store_tile, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, load_tile, mask_of, next_power_of_2, rows_in, store_tile, tl
 
 CASTING = ("llama", "gemma", "none")
 # Columns that a program of ``fused_add_rms_norm`` and ``layer_norm`` holds in registers: forward one
@@ -111,7 +111,7 @@ def _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, DTYPE: tl.constexpr):
 
 
 @jit
-def block_at(i, M, N, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def part_at(i, M, N, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rows, columns and mask of the ``i``th tile, and which of its rows' ``splits`` blocks it is."""
     part = i % splits
     row = (i // splits).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -190,7 +190,7 @@ def _fwd_parts(
     x_ptr, r_ptr, s_ptr, parts_ptr, M, N, x_stride, r_stride, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """s, if it is a sum, and its sums of squares, of rows wider than a block."""
-    row, col, mask, part = block_at(from_the_end(), M, N, splits, BLOCK_M, BLOCK_N)
+    row, col, mask, part = part_at(from_the_end(), M, N, splits, BLOCK_M, BLOCK_N)
     s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, s_ptr.dtype.element_ty)
     if r_ptr is not None:
         tl.store(s_ptr + row[:, None] * N + col[None, :], s, mask=mask)
@@ -203,7 +203,7 @@ def _fwd(
     x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, parts_ptr, M, N, x_stride, r_stride, splits, eps, offset,
     CASTING: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row, col, mask, part = block_at(tl.program_id(0), M, N, splits, BLOCK_M, BLOCK_N)
+    row, col, mask, part = part_at(tl.program_id(0), M, N, splits, BLOCK_M, BLOCK_N)
     s = _sum(x_ptr, r_ptr, row, col, x_stride, r_stride, mask, s_ptr.dtype.element_ty)
     h = s.to(tl.float32)
     square = sum_of(load_parts(parts_ptr, row, M, splits, SPLITS) if SPLITS else h * h)
@@ -218,8 +218,8 @@ def _bwd_parts(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Sums of g s_hat, g = dy (w + offset), of rows wider than a block."""
-    row, col, mask, part = block_at(from_the_end(), M, N, splits, BLOCK_M, BLOCK_N)
-    rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+    row, col, mask, part = part_at(from_the_end(), M, N, splits, BLOCK_M, BLOCK_N)
+    rstd = load_row(rstd_ptr, row, M)[:, None]
     g = load_tile(dy_ptr, row, col, dy_stride, mask)
     s = load_tile(s_ptr, row, col, s_stride, mask)
     if w_ptr is not None:
@@ -242,11 +242,10 @@ def _bwd(
     # Programs are persistent: each sums dw over all its rows in registers and writes it once, so
     # that the second stage adds a few hundred rows, in an order that never changes
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = mask_of(row, M, col, N)
+        row, mask = rows_in(tile, M, col, N, BLOCK_M)
         dy = load_tile(dy_ptr, row, col, dy_stride, mask)
         s = load_tile(s_ptr, row, col, s_stride, mask)
-        rstd = tl.load(rstd_ptr + row, mask=row < M, other=0.0)[:, None]
+        rstd = load_row(rstd_ptr, row, M)[:, None]
         s_hat = s * rstd
         # of rows of a partial tile rstd is 0, so they add nothing
         if NEED_DW:

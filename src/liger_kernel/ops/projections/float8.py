@@ -37,7 +37,7 @@ from torch import Tensor
 from liger_kernel.ops._core import acc, once_differentiable, typed_launcher
 from liger_kernel.ops._core.invariance import is_invariant, is_over_tokens
 from liger_kernel.ops._core.operator import intercepted, launch, rows_of, shaped, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, mask_of, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, mask_of, next_power_of_2, tl
 from liger_kernel.ops.projections.weights import Operand, Weight, added
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -121,7 +121,7 @@ def _cast(
 
 @jit
 def _values(x_ptr, by_ptr, col, N):
-    x = tl.load(x_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+    x = load_row(x_ptr, col, N)
     return x * tl.load(by_ptr + col, mask=col < N, other=0.0) if by_ptr is not None else x
 
 

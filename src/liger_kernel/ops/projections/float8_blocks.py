@@ -31,7 +31,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import acc, checks, launch_config, typed_launcher
 from liger_kernel.ops._core.operator import intercepted, launch, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, rows_at, tl
 from liger_kernel.ops.projections.float8 import _LEAST, E4, LEAST, _quantized, _size, lacking, transposed
 from liger_kernel.ops.projections.weights import Dequantized, Operand, added
 
@@ -84,7 +84,7 @@ def _cast(x_ptr, q_ptr, scale_ptr, M, M0, N, stride, BLOCK_M: tl.constexpr, COLS
     """M0 rows, of which x has M; the others are zeros."""
     tiles = tl.cdiv(N, COLS)
     block = tl.program_id(0) % tiles
-    row = (tl.program_id(0) // tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = rows_at(tl.program_id(0) // tiles, BLOCK_M)
     col = block * COLS + tl.arange(0, COLS)
     x = load_tile(x_ptr, row, col, stride, mask_of(row, M, col, N))
     amax, top = tl.maximum(tl.max(_size(x), 1), _LEAST), tl.full((), 448.0, tl.float32)

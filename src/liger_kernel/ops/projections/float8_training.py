@@ -214,6 +214,20 @@ def _maxima(
 
 
 @jit
+def _factors(
+    maxima_ptr, amax, scale_ptr, at, n, place, TOP: tl.constexpr, POWERS_OF_2: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
+    """By which rows or columns are multiplied: EACH by its largest value, or all by ``amax``. Every
+    tile of a row finds its scale; the one at ``place`` 0 stores it."""
+    largest = tl.load(maxima_ptr + at, mask=at < n, other=0.0) if EACH else tl.zeros(at.shape, tl.float32) + amax
+    factor = _factor(largest, TOP, POWERS_OF_2)
+    if place == 0:
+        scale = _scale(largest, factor, TOP, POWERS_OF_2)
+        tl.store(scale_ptr + (at if EACH else at * 0), scale, mask=(at < n) if EACH else (at == 0))
+    return factor
+
+
+@jit
 def _cast_tile(
     x_ptr, rows_ptr, columns_ptr, q_ptr, scale_ptr, qt_ptr, scale_t_ptr, M, N, stride, part,
     TOP: tl.constexpr, POWERS_OF_2: tl.constexpr,
@@ -229,28 +243,12 @@ def _cast_tile(
     col = (wide * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inside = mask_of(row, M, col, N)
     x = load_tile(x_ptr, row, col, stride, inside)
-    if not BY_ROWS:
-        amax = tl.max(tl.load(rows_ptr + tl.arange(0, _MAXIMA)), 0)
+    amax = None if BY_ROWS else tl.max(tl.load(rows_ptr + tl.arange(0, _MAXIMA)), 0)
     if q_ptr is not None:
-        if BY_ROWS:
-            of_rows = tl.load(rows_ptr + row, mask=row < M, other=0.0)
-        else:
-            of_rows = tl.zeros([BLOCK_M], tl.float32) + amax
-        factor = _factor(of_rows, TOP, POWERS_OF_2)
-        # every tile of a row finds its scale; the first one stores it
-        if wide == 0:
-            scale = _scale(of_rows, factor, TOP, POWERS_OF_2)
-            tl.store(scale_ptr + (row if BY_ROWS else row * 0), scale, mask=(row < M) if BY_ROWS else (row == 0))
+        factor = _factors(rows_ptr, amax, scale_ptr, row, M, wide, TOP, POWERS_OF_2, BY_ROWS)
         tl.store(q_ptr + row[:, None] * N + col[None, :], _quantized(x, factor[:, None], q_ptr), mask=inside)
     if qt_ptr is not None:
-        if BY_ROWS:
-            of_columns = tl.load(columns_ptr + col, mask=col < N, other=0.0)
-        else:
-            of_columns = tl.zeros([BLOCK_N], tl.float32) + amax
-        factor = _factor(of_columns, TOP, POWERS_OF_2)
-        if high == 0:
-            scale = _scale(of_columns, factor, TOP, POWERS_OF_2)
-            tl.store(scale_t_ptr + (col if BY_ROWS else col * 0), scale, mask=(col < N) if BY_ROWS else (col == 0))
+        factor = _factors(columns_ptr, amax, scale_t_ptr, col, N, high, TOP, POWERS_OF_2, BY_ROWS)
         q, at = _quantized_t(x, factor[None, :], qt_ptr), col[:, None] * stride_t + row[None, :]
         tl.store(qt_ptr + at, q, mask=mask_of(col, N, row, stride_t))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import typed_launcher
 from liger_kernel.ops._core.operator import launch, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops._core.tl import cdiv, jit, rows_at, tl
 from liger_kernel.ops.projections.weights import Dequantized
 
 
@@ -25,7 +25,7 @@ def _dense(
     packed_ptr, absmax_ptr, code_ptr, absmax2_ptr, code2_ptr, offset_ptr, y_ptr, n, bytes,
     BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    block = rows_at(tl.program_id(0), BLOCKS)
     exists = block * BLOCKSIZE < n
     # with double quantisation a byte, which is an index
     scale = tl.load(absmax_ptr + block, mask=exists, other=0)

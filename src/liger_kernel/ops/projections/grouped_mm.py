@@ -25,7 +25,7 @@ from torch import Tensor
 from liger_kernel.ops._core import launch_config, typed_launcher
 from liger_kernel.ops._core.invariance import is_invariant, over_tokens
 from liger_kernel.ops._core.operator import launch, on_gpu, tracing
-from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, next_power_of_2, tl
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.grouped_tma import aligned, place
 
@@ -147,7 +147,7 @@ def _sum(a_ptr, scale_ptr, y_ptr, offs_ptr, N, BLOCK_M: tl.constexpr, BLOCK_N: t
         row = (at + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         a = tl.load(a_ptr + row * N + col[None, :], mask=(row < stop) & (col < N)[None, :], other=0.0).to(tl.float32)
         if scale_ptr is not None:
-            a *= tl.load(scale_ptr + row, mask=row < stop, other=0.0).to(tl.float32)
+            a *= load_row(scale_ptr, row, stop)
         total += a
     tl.store(y_ptr + group * N + col, tl.sum(total, axis=0).to(y_ptr.dtype.element_ty), mask=col < N)
 

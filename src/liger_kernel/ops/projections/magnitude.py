@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import acc, typed_launcher
 from liger_kernel.ops._core.operator import launch, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_row, next_power_of_2, tl
 
 _BLOCK, _ROWS = 128, 32
 _RANK = 256  # a program holds b's rows
@@ -32,7 +32,7 @@ def _dot_columns(a_ptr, b_ptr, sums_ptr, M, N, stride_a, stride_b, programs, ROW
 @jit
 def _times_columns(x_ptr, scale_ptr, y_ptr, M, N, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    scale = tl.load(scale_ptr + col, mask=col < N, other=0.0).to(tl.float32)
+    scale = load_row(scale_ptr, col, N)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     mask = (row < M) & (col < N)[None, :]
     x = tl.load(x_ptr + row * stride + col[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -37,7 +37,7 @@ from liger_kernel.ops._core.operator import (
 )
 from liger_kernel.ops._core.saved import HARMLESS, graph_is_kept, saving_hooks
 from liger_kernel.ops._core.schema import fields_of
-from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, store_tile, tl
+from liger_kernel.ops._core.tl import cdiv, jit, load_tile, mask_of, next_power_of_2, rows_at, store_tile, tl
 from liger_kernel.ops.activations.glu import ACTS, act_and_slope, check_act
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.adapted import Adapter
@@ -124,7 +124,7 @@ def activation(z: Tensor, act: str, interleaved: bool, alpha: float, limit: floa
 def _experts(index_ptr, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """The experts of a block of assignments, E for none and E + 1 beyond the last assignment,
     and how many each has."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = rows_at(tl.program_id(0), BLOCK_M)
     # indices outside are sorted after all experts, what does not exist after those
     expert = tl.load(index_ptr + i, mask=i < M, other=0)
     expert = tl.where(i < M, tl.where((expert < 0) | (expert >= E), E, expert), E + 1).to(tl.int32)
@@ -159,7 +159,7 @@ def _spread(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows of x in the order of experts: each is read once and written to its K places."""
-    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = rows_at(tl.program_id(0), BLOCK_M)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     n = tl.load(offs_ptr + E - 1)
     x = tl.load(x_ptr + token[:, None] * x_stride + col[None, :], mask=mask_of(token, n_tokens, col, H), other=0.0)
@@ -175,7 +175,7 @@ def _gather(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Rows of x in the order of experts, and the product of each with its expert's bias."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = rows_at(tl.program_id(0), BLOCK_M)
     here = row < tl.load(offs_ptr + E - 1)
     i = tl.load(order_ptr + row, mask=here, other=0)
     expert = tl.load(index_ptr + i, mask=here, other=0).to(tl.int64)
@@ -196,7 +196,7 @@ def _combine(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sum over k of each token's rows of y, biased and weighted."""
-    token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = rows_at(tl.program_id(0), BLOCK_M)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     n = tl.load(offs_ptr + E - 1)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -233,7 +233,7 @@ def _glu(
     h_ptr, bias_ptr, order_ptr, index_ptr, offs_ptr, y_ptr, n, E, alpha, limit, offset,
     INTERLEAVED: tl.constexpr, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = rows_at(tl.program_id(0), BLOCK_M)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < tl.load(offs_ptr + E - 1)
     mask = here[:, None] & (col < n)[None, :]
@@ -256,7 +256,7 @@ def _glu_bwd(
 
     dh may be h, and w y may take the place of dy.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = rows_at(tl.program_id(0), BLOCK_M)
     here = row < tl.load(offs_ptr + E - 1)
     i = tl.load(order_ptr + row, mask=row < M, other=0)
     # what is read from rows of no expert reaches nothing: to wait for ``offs`` before the other

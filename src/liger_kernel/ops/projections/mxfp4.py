@@ -17,7 +17,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import acc, checks, launch_config, launcher, typed_launcher
 from liger_kernel.ops._core.operator import launch, on_gpu, tracing, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, tl
+from liger_kernel.ops._core.tl import cdiv, jit, rows_at, tl
 from liger_kernel.ops.projections import grouped_tma
 from liger_kernel.ops.projections.float8_blocks import Float8Blocks
 from liger_kernel.ops.projections.grouped_mm import grouped_mm, write_mm
@@ -101,7 +101,7 @@ def _power(bits):
 
 @jit
 def _dense(blocks_ptr, scales_ptr, y_ptr, n_blocks, BLOCKS: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    block = rows_at(tl.program_id(0), BLOCKS)
     inside = (block < n_blocks)[:, None]
     scale = _power(tl.load(scales_ptr + block, mask=block < n_blocks, other=0).to(tl.int32))[:, None]
     byte = tl.load(blocks_ptr + block[:, None] * 16 + tl.arange(0, 16)[None, :], mask=inside, other=0).to(tl.int32)

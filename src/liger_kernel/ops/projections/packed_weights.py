@@ -26,7 +26,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import checks, typed_launcher
 from liger_kernel.ops._core.operator import launch, use_kernels
-from liger_kernel.ops._core.tl import cdiv, div, jit, next_power_of_2, tl
+from liger_kernel.ops._core.tl import cdiv, div, jit, next_power_of_2, rows_at, tl
 from liger_kernel.ops.projections.float8 import E4
 from liger_kernel.ops.projections.mxfp4 import E2M1, codes_of_e2m1, e2m1, small_float
 from liger_kernel.ops.projections.weights import Dequantized
@@ -127,7 +127,7 @@ def _rows(
     BITS: tl.constexpr, BLOCK: tl.constexpr, PER_GROUP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """A block is a group or a part of one; they lie one after another, as the rows do."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    block = rows_at(tl.program_id(0), BLOCKS)
     exists = block < blocks
     group = block // PER_GROUP
     scale = tl.load(scale_ptr + group, mask=exists, other=0)

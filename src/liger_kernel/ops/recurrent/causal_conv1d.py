@@ -169,6 +169,19 @@ def _window(source, at, t, first, row, W: tl.constexpr):
 
 
 @jit
+def _taps(source, window, xs, befores, firsts, first_ptr, at, i, s, end, row, W: tl.constexpr):
+    """What w is multiplied by at token s, the ``i``th of those that are read; of which a document may
+    begin here."""
+    if first_ptr is not None:
+        begins = (firsts[i] == at[0] + s) & (s < end)
+        if begins:
+            window = _window(source, at, s, s, row, W)
+    taps = window
+    taps += (_product(xs[i], befores[i]), 1.0)
+    return taps
+
+
+@jit
 def _weights(w_ptr, bias_ptr, at, W: tl.constexpr):
     """w tap by tap, and the bias, whose tap is 1."""
     col, D = at[1], at[2]
@@ -226,12 +239,7 @@ def _fwd(
         ahead = _ahead(source, after_ptr, after_stride, first_ptr, at, t + UNROLL, end, UNROLL)
         for i in tl.static_range(UNROLL):
             s = t + i
-            if first_ptr is not None:
-                begins = (firsts[i] == at[0] + s) & (s < end)
-                if begins:
-                    window = _window(source, at, s, s, row, W)
-            taps = window
-            taps += (_product(xs[i], befores[i]), 1.0)
+            taps = _taps(source, window, xs, befores, firsts, first_ptr, at, i, s, end, row, W)
             _store(y_ptr, at, s, end, _product(_act(taps, weights, x_ptr, ACT)[0], afters[i]))
             window = taps[1:W]
         xs, befores, afters, firsts = ahead
@@ -264,12 +272,7 @@ def _bwd(
         next_dys = _rows(dy_ptr, dy_stride, at, t + UNROLL, 0, last, UNROLL)
         for i in tl.static_range(UNROLL):
             s = t + i
-            if first_ptr is not None:
-                begins = (firsts[i] == at[0] + s) & (s < last)
-                if begins:
-                    window = _window(source, at, s, s, row, W)
-            taps = window
-            taps += (_product(xs[i], befores[i]), 1.0)
+            taps = _taps(source, window, xs, befores, firsts, first_ptr, at, i, s, last, row, W)
             y, slope = _act(taps, weights, x_ptr, ACT)
             # zero from ``last`` on, as dy is
             du = _product(dys[i], afters[i]) * slope

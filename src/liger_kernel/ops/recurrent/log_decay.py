@@ -20,7 +20,20 @@ from torch import Tensor
 from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, launcher, nbytes, once_differentiable, op
 from liger_kernel.ops._core.operator import input_gradients, launch, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
-from liger_kernel.ops._core.tl import cdiv, exp, jit, load_row, load_tile, mask_of, next_power_of_2, store_tile, tl
+from liger_kernel.ops._core.tl import (
+    cdiv,
+    exp,
+    jit,
+    load_row,
+    load_tile,
+    mask_of,
+    next_power_of_2,
+    rows_at,
+    rows_in,
+    store_sums,
+    store_tile,
+    tl,
+)
 from liger_kernel.ops.recurrent.ssd_kernels import _softplus
 
 
@@ -49,7 +62,7 @@ def _fwd(
     a_ptr, A_ptr, bias_ptr, g_ptr, M, N, D, stride, bound,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = rows_at(tl.program_id(0), BLOCK_M)
     col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = mask_of(row, M, col, N)
     y, rate = _given(a_ptr, A_ptr, bias_ptr, row, col, N, D, stride, mask)
@@ -67,8 +80,7 @@ def _bwd(
     dA = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = mask_of(row, M, col, N)
+        row, mask = rows_in(tile, M, col, N, BLOCK_M)
         dg = load_tile(dg_ptr, row, col, dg_stride, mask)
         y, rate = _given(a_ptr, A_ptr, bias_ptr, row, col, N, D, stride, mask)
         if BOUNDED:
@@ -82,13 +94,7 @@ def _bwd(
         dbias += da
         if da_ptr is not None:
             store_tile(da_ptr, row, col, N, da, mask)
-    # a program's row of partial sums: of A_log, then of dt_bias; one alone if the other is not needed
-    sums_ptr += program.to(tl.int64) * N * (NEED_A + NEED_BIAS)
-    if NEED_A:
-        tl.store(sums_ptr + col, tl.sum(dA, axis=0), mask=col < N)
-        sums_ptr += N
-    if NEED_BIAS:
-        tl.store(sums_ptr + col, tl.sum(dbias, axis=0), mask=col < N)
+    store_sums(sums_ptr, program, col, N, dA, dbias, NEED_A, NEED_BIAS)
 
 
 def _tile(N: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ dD, and ``_dsteps``, from what these two leave, the gradients of dt, its bias an
 
 from __future__ import annotations
 
-from liger_kernel.ops._core.tl import exp, jit, log, tl
+from liger_kernel.ops._core.tl import exp, jit, load_row, log, tl
 from liger_kernel.ops.recurrent.delta_kernels import LOG2E, _tile
 
 
@@ -83,7 +83,7 @@ def _given_steps(dt_ptr, bias_ptr, t, h, live, sdt, H):
     """What dt is computed from: (tokens, heads)."""
     raw = tl.load(dt_ptr + t[:, None] * sdt + h[None, :], mask=live, other=0.0).to(tl.float32)
     if bias_ptr is not None:
-        raw += tl.load(bias_ptr + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+        raw += load_row(bias_ptr, h, H)[None, :]
     return raw
 
 
@@ -107,7 +107,7 @@ def _steps(
         # unlike tl.minimum, a comparison leaves a NaN as it is
         dt = tl.where(dt < low, tl.cast(low, tl.float32), dt)
         dt = tl.where(live, tl.where(dt > high, tl.cast(high, tl.float32), dt), 0.0)
-        A = tl.load(A_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+        A = load_row(A_ptr, h, H)
         at = steps_ptr + ((n * H + h) * ((2 + PRECISE) * CHUNK))[None, :] + i[:, None]
         tl.store(at, dt, mask=(h < H)[None, :])
         if PRECISE:
@@ -402,7 +402,7 @@ def _dsteps(
     da = tl.cumsum(rows, 0, reverse=True) + tl.cumsum(through, 0) + carried[None, :]
     if PRECISE:
         da += tl.load(from_rows + (CHUNK - 1), mask=earlier, other=0.0)
-    A = tl.load(A_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+    A = load_row(A_ptr, h, H)
     t = tl.load(chunks_ptr + 2 * n, mask=length > 0, other=0).to(tl.int64) + i
     raw = _given_steps(dt_ptr, bias_ptr, t, h, live, sdt, H)
     ddt = A[None, :] * da + tl.load(cols + 2 * CHUNK, mask=live, other=0.0)

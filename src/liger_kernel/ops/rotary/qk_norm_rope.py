@@ -33,6 +33,7 @@ from liger_kernel.ops.rotary.rope import (
     fusing,
     load_angles,
     load_pairs,
+    own_angles,
     reference as rope_reference,
     rotated_by_kernels,
     rounding,
@@ -163,12 +164,9 @@ def _fwd(
     ROUND: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    ROWS: tl.constexpr = BLOCK_Q if BLOCK_Q == BLOCK_K else 1
-    cos_a, sin_a, cos_b, sin_b = load_angles(
-        cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
-        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, ROWS, BLOCK_R)  # fmt: skip
+    batch, time, cos_a, sin_a, cos_b, sin_b = own_angles(
+        cos_ptr, sin_ptr, pos_ptr, T, L, HALF, cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time,
+        sin_second, sin_col, pos_batch, pos_time, BOTH, BLOCK_Q, BLOCK_K, BLOCK_R)  # fmt: skip
     _fwd_heads(
         q_ptr + batch * q_batch + time * q_time, wq_ptr, yq_ptr + batch * yq_batch + time * yq_time,
         cos_a, sin_a, cos_b, sin_b, Hq, q_head, yq_head, HALF, D, eps, offset, CASTING, PAIRS, PARTIAL, ROUND,

@@ -142,6 +142,22 @@ def load_angles(
 
 
 @jit
+def own_angles(
+    cos_ptr, sin_ptr, pos_ptr, T, L, HALF, cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time,
+    sin_second, sin_col, pos_batch, pos_time,
+    BOTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Batch and time of a program's token, and the angles by which all of its heads turn."""
+    token = tl.program_id(0)
+    batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    ROWS: tl.constexpr = BLOCK_Q if BLOCK_Q == BLOCK_K else 1
+    cos_a, sin_a, cos_b, sin_b = load_angles(
+        cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
+        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, ROWS, BLOCK_R)  # fmt: skip
+    return batch, time, cos_a, sin_a, cos_b, sin_b
+
+
+@jit
 def load_pairs(x_ptr, h, x_head, H, HALF, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):
     """The first and second columns of all pairs of the heads ``h`` of one token, in fp32."""
     # neighbours come by one wide load and are split in registers: two loads of every other column
@@ -213,13 +229,9 @@ def _rope(
     BOTH: tl.constexpr, INVERSE: tl.constexpr, PAIRS: tl.constexpr, ROUND: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    # one token a program, all of its heads: they turn by the same angles
-    token = tl.program_id(0)
-    batch, time = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    ROWS: tl.constexpr = BLOCK_Q if BLOCK_Q == BLOCK_K else 1
-    cos_a, sin_a, cos_b, sin_b = load_angles(
-        cos_ptr, sin_ptr, pos_ptr, batch, time, L, HALF, cos_batch, cos_time, cos_second, cos_col,
-        sin_batch, sin_time, sin_second, sin_col, pos_batch, pos_time, BOTH, ROWS, BLOCK_R)  # fmt: skip
+    batch, time, cos_a, sin_a, cos_b, sin_b = own_angles(
+        cos_ptr, sin_ptr, pos_ptr, T, L, HALF, cos_batch, cos_time, cos_second, cos_col, sin_batch, sin_time,
+        sin_second, sin_col, pos_batch, pos_time, BOTH, BLOCK_Q, BLOCK_K, BLOCK_R)  # fmt: skip
     if INVERSE:
         # not a sign: of 0, a difference is +0 in every release of Triton
         sin_a, sin_b = 0.0 - sin_b, 0.0 - sin_a

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import acc, checks, launch_config
 from liger_kernel.ops._core.operator import launch, tracing, use_kernels
-from liger_kernel.ops._core.tl import jit, log, next_power_of_2, store_if, tanh, tl
+from liger_kernel.ops._core.tl import jit, load_row, log, next_power_of_2, store_if, tanh, tl
 from liger_kernel.ops.losses.cross_entropy_rows import reference as cross_entropy_reference
 from liger_kernel.ops.losses.divergence.by_element import (
     TINY,
@@ -196,6 +196,16 @@ def _factor(norm_ptr, g_ptr, row):
 
 
 @jit
+def _target(target_ptr, row, ignore_index):
+    """Of a row, and whether it is ignored."""
+    if target_ptr is None:
+        return 0, False
+    else:
+        target = tl.load(target_ptr + row)
+        return target, target == ignore_index
+
+
+@jit
 def _rows(
     s_ptr, t_ptr, s_bias_ptr, t_bias_ptr, target_ptr, norm_ptr, g_ptr, g_hard_ptr, soft_ptr, hard_ptr, dz_ptr,
     entropy_ptr, V, s_stride, t_stride, dz_stride, ignore_index, beta, eps, scale, weight_hard, weight_soft,
@@ -216,12 +226,7 @@ def _rows(
     LANES: tl.constexpr = BLOCK // VEC
     # whole rows are read by one program, block after block
     blocks = tl.cdiv(V, BLOCK)
-    ignored = False
-    target = 0
-    if target_ptr is not None:
-        target = tl.load(target_ptr + row)
-        ignored = target == ignore_index
-
+    target, ignored = _target(target_ptr, row, ignore_index)
     if ignored:
         _ignore(soft_ptr, hard_ptr, dz_ptr, entropy_ptr, row, V, BLOCK)
     else:
@@ -247,7 +252,7 @@ def _rows(
             col, z = _load(s_ptr, s_bias_ptr, i * BLOCK, V, s_origin, s_factor, s_cap, LANES, VEC)
             s = z * scale
             if KIND == "kl":
-                p = tl.load(t_ptr + col, mask=col < V, other=0.0).to(tl.float32)
+                p = load_row(t_ptr, col, V)
                 s_new, s_total, s_e, s_rescale = online(s, s_top, s_sum)
                 if entropy_ptr is not None:
                     spread = _with_entropy(spread, s_top, s_sum, s, s_new, s_e, s_rescale)
@@ -321,8 +326,7 @@ def _rows(
             tl.store(entropy_ptr + row, _entropy(spread, s_top, s_sum))
         # a target that is no class makes the hard loss and the gradient NaN
         poison = tl.where(inside, 1.0, float("nan"))
-        if hard_ptr is not None:
-            tl.store(hard_ptr + row, poison * (h_lse - z_y))
+        store_if(hard_ptr, row, poison * (h_lse - z_y))
         if dz_ptr is not None:
             factor = _factor(norm_ptr, g_ptr, row)
             soft, hard = factor * weight_soft * scale, factor * weight_hard * poison
@@ -332,7 +336,7 @@ def _rows(
                 start = (i if KIND == "jsd" or KIND == "tvd" else blocks - 1 - i) * BLOCK
                 col, z = _load(s_ptr, s_bias_ptr, start, V, s_origin, s_factor, s_cap, LANES, VEC)
                 if KIND == "kl":
-                    p = tl.load(t_ptr + col, mask=col < V, other=0.0).to(tl.float32)
+                    p = load_row(t_ptr, col, V)
                     dz = mean * tl.exp(z * scale - s_lse) - p
                 else:
                     col, t = _load(t_ptr, t_bias_ptr, start, V, t_origin, t_factor, t_cap, LANES, VEC)
@@ -377,12 +381,7 @@ def _topk_rows(
     scale = tl.cast(scale, tl.float32)
     LANES: tl.constexpr = BLOCK // VEC
     blocks = tl.cdiv(V, BLOCK)
-    ignored = False
-    target = 0
-    if target_ptr is not None:
-        target = tl.load(target_ptr + row)
-        ignored = target == ignore_index
-
+    target, ignored = _target(target_ptr, row, ignore_index)
     if ignored:
         _ignore(soft_ptr, hard_ptr, dz_ptr, None, row, V, BLOCK)
     else:

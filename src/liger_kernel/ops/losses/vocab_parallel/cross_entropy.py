@@ -41,7 +41,7 @@ from torch import Tensor
 
 from liger_kernel.ops._core import Case, Cost, T, checks, launch_config, nbytes, once_differentiable, op, typed_launcher
 from liger_kernel.ops._core.operator import computed, launch, rows_of, shaped, tracing, use_kernels
-from liger_kernel.ops._core.tl import cdiv, jit, log, tl
+from liger_kernel.ops._core.tl import cdiv, jit, log, rows_at, tl
 from liger_kernel.ops.losses.cross_entropy import targets
 from liger_kernel.ops.losses.cross_entropy_rows import check, transformed, transformed_logits
 
@@ -239,7 +239,7 @@ def _merge(
 ):  # fmt: skip
     """Loss, top, total and entropy of rows from the ``_stats`` of all ranks. NaN where no rank
     has the target, or they do not agree on V: unequal slices."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = rows_at(tl.program_id(0), BLOCK)
     mask = row < M
     M = tl.cast(M, tl.int64)
     size = PARTS * M + 1

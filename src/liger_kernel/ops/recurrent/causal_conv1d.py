@@ -24,17 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import (
-    input_gradients,
-    launch,
-    launcher,
-    once_differentiable,
-    rows_of,
-    shaped,
-    use_kernels,
-)
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import input_gradients, launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core.schema import SymInt
 from liger_kernel.ops._core.tl import cdiv, jit, load_row, tl
 from liger_kernel.ops.activations.glu import act_and_slope
 from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, places
@@ -360,11 +353,11 @@ def _shape(kernel: str, x: Tensor, length: int) -> tuple[dict[str, int], int, in
     return c, rows, parts, parts * columns
 
 
-@launcher(
-    "(Tensor x, Tensor w, Tensor? bias, Tensor? before, Tensor? after, Tensor? state, Tensor? cu_seqlens, SymInt "
-    "length, str? act) -> Tensor"
-)
-def causal_conv1d_fwd(x, w, bias, before, after, state, cu_seqlens, length, act) -> Tensor:
+@typed_launcher
+def causal_conv1d_fwd(
+    x: Tensor, w: Tensor, bias: Tensor | None, before: Tensor | None, after: Tensor | None, state: Tensor | None,
+    cu_seqlens: Tensor | None, length: SymInt, act: str | None,
+) -> Tensor:  # fmt: skip
     """y (M, D) of M tokens in rows of ``length``."""
     (M, D), (c, rows, _, programs) = x.shape, _shape("fwd", x, length)
     y = x.new_empty(M, D)
@@ -375,13 +368,10 @@ def causal_conv1d_fwd(x, w, bias, before, after, state, cu_seqlens, length, act)
     return y
 
 
-@launcher(
-    "(Tensor dy, Tensor x, Tensor w, Tensor? bias, Tensor? before, Tensor? after, Tensor? state, Tensor? cu_seqlens, "
-    "SymInt length, str? act, bool[] needed) -> (Tensor dx, Tensor dw, Tensor dbias, Tensor dbefore, Tensor dafter, "
-    "Tensor dstate)"
-)
+@typed_launcher
 def causal_conv1d_bwd(
-    dy, x, w, bias, before, after, state, cu_seqlens, length, act, needed
+    dy: Tensor, x: Tensor, w: Tensor, bias: Tensor | None, before: Tensor | None, after: Tensor | None,
+    state: Tensor | None, cu_seqlens: Tensor | None, length: SymInt, act: str | None, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
     (M, D), W, (c, rows, parts, programs) = x.shape, w.shape[1], _shape("bwd", x, length)

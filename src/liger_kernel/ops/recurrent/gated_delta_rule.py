@@ -37,17 +37,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
 from liger_kernel.ops._core.operator import (
     descriptor,
     intercepted,
     launch,
-    launcher,
     once_differentiable,
     shaped,
     tracing,
     use_kernels,
 )
+from liger_kernel.ops._core.schema import SymInt
 from liger_kernel.ops._core.tl import cdiv, next_power_of_2
 from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, token_by_token
 from liger_kernel.ops.recurrent.delta_kernels import (
@@ -279,12 +279,10 @@ def _chunk_states(
     return [d, Q, P, factors, norms, S, *(t for t in (decayed, last, lows, *tables) if t is not None)]
 
 
-@launcher(
-    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, Tensor? cu_seqlens, SymInt length, float "
-    "scale, bool norm, bool output, bool final, bool keep) -> (Tensor o, Tensor final, Tensor[] saved)"
-)
+@typed_launcher
 def gated_delta_rule_fwd(
-    q, k, v, g, beta, state, cu_seqlens, length, scale, norm, output, final, keep
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, cu_seqlens: Tensor | None,
+    length: SymInt, scale: float, norm: bool, output: bool, final: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Of M tokens in rows of ``length``, as far as they are asked for: o (M, HV, DV), the final
     state, and what the backward needs. g (M, HV), or of ``kda`` (M, HV, DK)."""
@@ -316,13 +314,10 @@ def gated_delta_rule_fwd(
     return o, ht, [begins, places_of, carries, *saved]
 
 
-@launcher(
-    "(Tensor? do, Tensor? dfinal, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? state, Tensor? o, "
-    "Tensor[] saved, float scale, bool norm, bool[] needed) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor "
-    "dbeta, Tensor dstate)"
-)
+@typed_launcher
 def gated_delta_rule_bwd(
-    do, dfinal, q, k, v, g, beta, state, o, saved, scale, norm, needed
+    do: Tensor | None, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    state: Tensor | None, o: Tensor | None, saved: list[Tensor], scale: float, norm: bool, needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
     begins, places_of, carries, *kept = saved
@@ -333,7 +328,7 @@ def gated_delta_rule_bwd(
     dense = lambda t: q.new_empty(t.shape, dtype=t.dtype)
     dq, dk, dv, dg, dbeta = (dense(t) for t in (q, k, v, g, beta))
     dstate = dense(state) if needed[5] else q.new_empty(0)
-    channels, split, fp32 = g.ndim == 3, not _precise(q), dict(dtype=torch.float32)
+    channels, split, fp32 = g.ndim == 3, not _precise(q), dict[str, Any](dtype=torch.float32)
     group = dict(GROUP=HV // HK, SPLIT=split, C=C, DK=DK, DV=DV, FULL=bool(kept), TMA=_by_tma(q, k, do))
     strides = q.stride(0), k.stride(0), do.stride(0)
 
@@ -402,8 +397,9 @@ def gated_delta_rule_bwd(
     # from the last part to the first, without a loop over symbols
     for part in reversed(range(0 if tracing(q) else parts)):
         of_part(part)
-    found = (t if need else q.new_empty(0, dtype=t.dtype) for t, need in zip((dq, dk, dv, dg, dbeta), needed))
-    return *found, dstate
+    grads = zip((dq, dk, dv, dg, dbeta), needed)
+    dq, dk, dv, dg, dbeta = (t if need else q.new_empty(0, dtype=t.dtype) for t, need in grads)
+    return dq, dk, dv, dg, dbeta, dstate
 
 
 class GatedDeltaRuleFunction(torch.autograd.Function):

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, launcher, nbytes, once_differentiable, op
-from liger_kernel.ops._core.operator import input_gradients, launch, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import input_gradients, launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
 from liger_kernel.ops._core.tl import (
     cdiv,
@@ -102,8 +102,8 @@ def _tile(N: int) -> dict[str, int]:
     return dict(BLOCK_M=2048 // columns, BLOCK_N=columns, num_warps=4)
 
 
-@launcher("(Tensor a, Tensor A_log, Tensor dt_bias, float? bound, ScalarType dtype) -> Tensor")
-def log_decay_fwd(a, A_log, dt_bias, bound, dtype) -> Tensor:
+@typed_launcher
+def log_decay_fwd(a: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None, dtype: torch.dtype) -> Tensor:
     (M, N), c = a.shape, _tile(a.shape[1])
     g = a.new_empty(M, N, dtype=dtype)
     numbers = M, N, N // A_log.shape[0], a.stride(0), bound or 0.0
@@ -112,11 +112,11 @@ def log_decay_fwd(a, A_log, dt_bias, bound, dtype) -> Tensor:
     return g
 
 
-@launcher(
-    "(Tensor dg, Tensor a, Tensor A_log, Tensor dt_bias, float? bound, bool need_a, bool need_A, bool need_bias) -> "
-    "(Tensor da, Tensor dA_log, Tensor ddt_bias)"
-)
-def log_decay_bwd(dg, a, A_log, dt_bias, bound, need_a, need_A, need_bias) -> tuple[Tensor, Tensor, Tensor]:
+@typed_launcher
+def log_decay_bwd(
+    dg: Tensor, a: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None, need_a: bool, need_A: bool,
+    need_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not needed are empty."""
     (M, N), H, c = a.shape, A_log.shape[0], _tile(a.shape[1])
     blocks = cdiv(N, c["BLOCK_N"])

@@ -36,9 +36,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op
-from liger_kernel.ops._core.operator import launch, launcher, once_differentiable, rows_of, shaped, use_kernels
+from liger_kernel.ops._core import Case, Cost, T, acc, checks, launch_config, nbytes, op, typed_launcher
+from liger_kernel.ops._core.operator import launch, once_differentiable, rows_of, shaped, use_kernels
 from liger_kernel.ops._core.reduce import column_sum
+from liger_kernel.ops._core.schema import SymInt
 from liger_kernel.ops._core.tl import cdiv, next_power_of_2
 from liger_kernel.ops.recurrent.cu_seqlens import bounds, checked, token_by_token
 from liger_kernel.ops.recurrent.gated_delta_rule import _dense, _states_of, chunks_of
@@ -125,13 +126,11 @@ def _tile(kernel: str, x: Tensor, N: int) -> dict[str, Any]:
     return found | own | dict(num_warps=warps, num_stages=stages)
 
 
-@launcher(
-    "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? state, Tensor? "
-    "cu_seqlens, SymInt length, bool softplus, float low, float high, bool outputs, bool final, bool keep) -> "
-    "(Tensor y, Tensor final, Tensor[] saved)"
-)
+@typed_launcher
 def ssd_fwd(
-    x, dt, A, B, C, D, dt_bias, state, cu_seqlens, length, softplus, low, high, outputs, final, keep
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
+    state: Tensor | None, cu_seqlens: Tensor | None, length: SymInt, softplus: bool, low: float, high: float,
+    outputs: bool, final: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """y (M, H, P) of M tokens in rows of ``length``, and if they are asked for, the final state and
     what the backward needs."""
@@ -156,20 +155,18 @@ def ssd_fwd(
     return y, end, [begins, places_of, steps, S] if keep else []
 
 
-@launcher(
-    "(Tensor? dy, Tensor? dfinal, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, "
-    "Tensor? state, Tensor[] saved, bool softplus, float low, float high, bool[] needed) -> (Tensor dx, Tensor ddt, "
-    "Tensor dA, Tensor dB, Tensor dC, Tensor dD, Tensor dbias, Tensor dstate)"
-)
+@typed_launcher
 def ssd_bwd(
-    dy, dfinal, x, dt, A, B, C, D, dt_bias, state, saved, softplus, low, high, needed
+    dy: Tensor | None, dfinal: Tensor | None, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None,
+    dt_bias: Tensor | None, state: Tensor | None, saved: list[Tensor], softplus: bool, low: float, high: float,
+    needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients; those that are not ``needed`` are empty."""
     begins, places_of, steps, S = saved
     (M, H, P), (groups, N), (chunks, *_, chunk), rows = x.shape, B.shape[1:], steps.shape, _chunk(x, B.shape[2])[1]
     # without a gradient, only the final state has one
     x, B, C, dy = map(_dense, (x, B, C, x.new_zeros(x.shape) if dy is None else dy.flatten(0, 1)))
-    fp32, GROUP = dict(dtype=torch.float32), H // groups
+    GROUP, fp32 = H // groups, dict[str, Any](dtype=torch.float32)
     of_dt, parts, wide = needed[1] or needed[2] or needed[6], cdiv(GROUP, HEADS), D is not None and D.ndim == 2
     strides = x.stride(0), B.stride(0), C.stride(0), dy.stride(0)
     shared = dict(GROUP=GROUP, HEADS=HEADS, CHUNK=chunk, ROWS=rows)

@@ -15,7 +15,6 @@ from liger_kernel.ops.losses.cross_entropy_rows import Loss, RowLosses, row_kern
 inf = float("inf")
 
 
-@pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(
     "first, rest, last",
     [
@@ -27,21 +26,14 @@ inf = float("inf")
         (-inf, 150.0, -inf),
     ],
 )
-def test_any_order_of_magnitudes(first, rest, last, entropy):
+def test_any_order_of_magnitudes(first, rest, last):
     z = torch.full((3, 20_000), rest, device=DEVICE)
     z[:, :9000] = first
     z[:, -1] = last
     target = torch.tensor([int(z[0].argmax()), 19_999, -100], device=DEVICE)
     logits = z.clone().requires_grad_()
     expected = F.cross_entropy(logits, target, reduction="none")
-    if entropy:  # the same rows through a head of one column
-        w = z[0][:, None].contiguous()
-        x = torch.ones(3, 1, device=DEVICE)
-        logp, found = linear_logprobs(x, w.clamp(min=-1e30), target, outputs=("entropy",))
-        p = z[0].softmax(0)
-        torch.testing.assert_close(-logp.clamp(min=-1e3), expected.clamp(max=1e3))
-        torch.testing.assert_close(found[0], torch.special.entr(p).sum(), rtol=1e-5, atol=1e-6)
-        return
+
     (grad,) = torch.autograd.grad(expected[:1].sum(), logits)
     ours = cross_entropy(logits, target, reduction="none")
     torch.testing.assert_close(ours, expected)

@@ -35,25 +35,18 @@ def test_an_expert_is_cast_as_a_linear_layer_is(per_output, transposed):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "shape", [(3, 6, 40), (2, 5, 1), (1, 1, 1), (2, 1030, 3), (2, 3, 1030)], ids=str
-)  # also more columns, and more rows, than a program has
-def test_dense_as_pytorch_makes_it(shape, dtype):
+@pytest.mark.parametrize("shape", [(3, 6, 40), (2, 5, 1), (1, 1, 1), (2, 3, 1030)], ids=str)
+def test_dense_as_pytorch_makes_it(shape):
+    """Also of other strides, and of no experts."""
     E, A, B = shape
     generator = torch.Generator().manual_seed(0)
     q = (100 * torch.randn(shape, generator=generator)).to(DEVICE, float8.E4)
     for scales in ((E, 1, 1), (E, A, 1), (E, 1, B)):
         scale = torch.rand(scales, generator=generator).to(DEVICE)
-        found = dense(q, scale, dtype)
-        assert found.dtype == dtype and torch.equal(found, (q.float() * scale).to(dtype))
-
-
-@needs_kernels
-def test_other_strides_and_no_experts():
-    q, scale = cast_experts(drawn(4, 6, 16), True, False)
-    assert torch.equal(dense(q[::2], scale[::2], torch.float32), (q.float() * scale)[::2])
-    assert dense(q[:0], scale[:0], torch.bfloat16).shape == (0, 6, 16)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for some in (slice(None), slice(None, None, 2), slice(0)):
+                found = dense(q[some], scale[some], dtype)
+                assert found.dtype == dtype and torch.equal(found, (q.float() * scale).to(dtype)[some])
 
 
 def test_the_weight_is_that_of_linear_layers():

@@ -197,12 +197,16 @@ def counted(owner: Any, name: str) -> Iterator[list[tuple[Any, ...]]]:
         yield calls
 
 
-def same(run: nn.Module, truth: dict[str, Tensor] | None = None, head: str = "fused", **kwargs: Any) -> None:
-    """The learning of one process, by the way that the head should take."""
-    with calls_of_heads() as said:
-        found = learn(run, **kwargs)
-    assert set(said) == {head}, f"the head was {said}, should be {head}"
-    assert_same_learning(found, truth or expected(), TOLERANCE)
+def same(
+    run: nn.Module, truth: dict[str, Tensor] | None = None, head: str = "fused", times: int = 1, **kwargs: Any
+) -> None:
+    """Each time the learning of one process, by the way that the head should take."""
+    for _ in range(times):
+        run.zero_grad()
+        with calls_of_heads() as said:
+            found = learn(run, **kwargs)
+        assert set(said) == {head}, f"the head was {said}, should be {head}"
+        assert_same_learning(found, truth or expected(), TOLERANCE)
 
 
 def mesh() -> Any:
@@ -212,9 +216,14 @@ def mesh() -> Any:
 # those that are one expression
 CHECKS |= {
     "ddp": lambda: same(parallelize(patched(), "ddp").model),
+    "ddp_static_graph": lambda: same(parallelize(patched(), "ddp", static_graph=True).model, times=2),
     "ddp_tied": lambda: same(parallelize(patched(**TIED), "ddp").model, expected(**TIED)),
     "fsdp2_head_in_the_roots_group": lambda: same(parallelize(patched(), "fsdp2").model),
+    "fsdp2_head_with_the_norm": lambda: same(one_group(patched(), "model.norm", "lm_head")),  # as accelerate does
     "fsdp2_tied": lambda: same(parallelize(patched(**TIED), "fsdp2").model, expected(**TIED)),
+    "fsdp2_tied_in_one_group": lambda: same(
+        one_group(patched(**TIED), "model.embed_tokens", "model.norm", "lm_head"), expected(**TIED)
+    ),
     "fsdp2_accumulates": lambda: same(parallelize(patched(), "fsdp2", own_head=True).model, parts=2),
     "fsdp2_checkpointed": lambda: same(parallelize(checkpointed(patched()), "fsdp2", own_head=True).model),
     "fsdp1_accumulates": lambda: same_under_fsdp1(fsdp1(patched()), expected(), parts=2),
@@ -238,14 +247,6 @@ CHECKS |= {
     ),
     "lora_ddp": lambda: same(parallelize(adapted_alike(), "ddp").model, adapted_learning()),
 }
-
-
-@check
-def ddp_static_graph() -> None:
-    run = parallelize(patched(), "ddp", static_graph=True).model
-    for _ in range(2):
-        run.zero_grad()
-        same(run)
 
 
 @check
@@ -277,19 +278,10 @@ def fsdp2_head_on_its_own() -> None:
     assert len(gathers) <= 2 * 2, f"the head was gathered for every chunk: {seen.sizes}"
 
 
-@check
-def fsdp2_head_with_the_norm() -> None:
-    """As accelerate groups them."""
-    model = patched()
-    fully_shard([model.model.norm, model.lm_head], mesh=mesh())
-    same(fully_shard(model, mesh=mesh()))
-
-
-@check
-def fsdp2_tied_in_one_group() -> None:
-    model = patched(**TIED)
-    fully_shard([model.model.embed_tokens, model.model.norm, model.lm_head], mesh=mesh())
-    same(fully_shard(model, mesh=mesh()), expected(**TIED))
+def one_group(model: nn.Module, *names: str) -> nn.Module:
+    """Under FSDP2, modules of these names as one unit."""
+    fully_shard([model.get_submodule(name) for name in names], mesh=mesh())
+    return fully_shard(model, mesh=mesh())
 
 
 @check

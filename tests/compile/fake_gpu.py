@@ -6,7 +6,6 @@ compile, and find in the cache.
 ``counts``: all of the following. ``specialisations``: what common operators compile for one batch,
 and for batches of several sizes. ``in_bf16``: operations on bf16 in kernels of rotations.
 ``launches``: what reaches the driver by Triton's own way and by ours.
-``host``: microseconds to get there.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import timeit
 from typing import ClassVar
 
 import torch
@@ -107,37 +105,6 @@ def launches() -> dict:
     negative = sum(kernel.__module__.endswith(".cross_entropy_rows") for kernel, *_ in _op._compiled)
     kernels, direct = len({h for h, *_ in ours}), len(_op._compiled)
     return dict(negative=negative, same=theirs == ours, launches=len(ours), kernels=kernels, direct=direct)
-
-
-def host(rounds: str = "40") -> dict:
-    """Microseconds of host time of a forward and backward, by Triton's own way and by ours;
-    PyTorch's own RMSNorm, which computes, beside them."""
-    use()
-    Gpu.launcher_cls = lambda self, src, metadata: lambda *args: None
-    t = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-    x, y, w, q, k = t(4, 64), t(4, 64), t(64), t(1, 8, 4, 16), t(1, 8, 2, 16)
-    angles = torch.randn(1, 8, 8, dtype=torch.bfloat16)
-    calls = {
-        "rms_norm": (lambda: ops.rms_norm(x, w), (x, w)),
-        "layer_norm": (lambda: ops.layer_norm(x, w, w), (x, w)),
-        "glu": (lambda: ops.glu(x, y), (x, y)),
-        "rope": (lambda: ops.rope(q, k, angles, angles, unsqueeze_dim=2), (q, k)),
-        "torch rms_norm": (lambda: torch.nn.functional.rms_norm(x, (64,), w), (x, w)),
-    }
-
-    def once(name: str) -> None:
-        fn, leaves = calls[name]
-        outs = fn()
-        outs = outs if isinstance(outs, tuple) else (outs,)
-        torch.autograd.grad(outs, leaves, outs)
-
-    def least(name: str, direct: bool) -> float:
-        _op._DIRECT = direct
-        timeit.timeit(lambda: once(name), number=50)
-        return round(min(timeit.repeat(lambda: once(name), number=100, repeat=int(rounds))) * 1e4, 1)
-
-    with _config.target(ARCH, TARGETS[ARCH].processors):
-        return {name: {"triton": least(name, False), "ours": least(name, True)} for name in calls}
 
 
 def specialisations() -> dict:

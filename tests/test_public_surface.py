@@ -306,16 +306,6 @@ def test_launchers_without_autograd():
     assert [launchers.get_num_warps(block) for block in (64, 2048, 8192)] == [4, 8, 16]
 
 
-def test_simpo_as_a_function_has_no_nll():
-    from liger_kernel.chunked_loss import functional
-
-    torch.manual_seed(0)
-    x, w, y = torch.randn(4, 5, 8), torch.randn(11, 8), torch.randint(0, 11, (4, 5))
-    found, _ = functional.liger_fused_linear_simpo(x, w, y)
-    apply = functional.LigerFusedLinearSimPOFunction.apply
-    assert apply(x, w, y, compute_nll_loss=False)[0] == found != apply(x, w, y, compute_nll_loss=True)[0]
-
-
 def test_private_names_that_others_import():
     from liger_kernel.transformers.grpo_loss import _reduce_grpo_loss
     from liger_kernel.transformers.jsd import LigerJSDFunction

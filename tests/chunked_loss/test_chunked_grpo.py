@@ -488,14 +488,6 @@ def test_given_logits_unreduced():
     assert of_logits(args | dict(ref_per_token_logps=None), logits, beta=0.0)[1] is None
 
 
-def test_given_logits_compile():
-    args, logits = given_logits()
-    fn = lambda z: of_logits(args, z, reduce=True)
-    eager, compiled = fn(logits), torch.compile(fn, fullgraph=True, backend="aot_eager")(logits)
-    torch.testing.assert_close(compiled, eager)
-    torch.testing.assert_close(torch.autograd.grad(compiled[0], logits), torch.autograd.grad(eager[0], logits))
-
-
 @pytest.mark.parametrize("longer", [0, 3])
 @pytest.mark.parametrize("masked", [True, False])
 def test_selected_log_softmax(masked, longer):

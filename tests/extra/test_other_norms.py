@@ -128,14 +128,6 @@ def test_scales_that_would_be_guessed_at_are_refused(shape):
         modulated_rms_norm(torch.randn(2, 3, 8, device=DEVICE), torch.randn(shape, device=DEVICE))
 
 
-@pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
-def test_a_scale_of_zero_leaves_the_norm(casting):
-    x, w = (torch.randn(*shape, device=DEVICE).to(torch.bfloat16) for shape in ((6, 96), (96,)))
-    assert torch.equal(
-        modulated_rms_norm(x, torch.zeros_like(w), None, w, casting=casting), rms_norm(x, w, casting=casting)
-    )
-
-
 @needs_kernels
 @pytest.mark.parametrize("M, S", [(40, 1), (40, 4), (40, 40), (2, 2), (1, 1)])
 def test_partial_sums_of_samples(M, S, monkeypatch):

@@ -12,7 +12,7 @@ from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import E4, E5, Float8LinearFunction, cast, reference
 from liger_kernel.ops.projections.linear import linears
 from liger_kernel.ops.projections.mlp import adapted_mlp
-from liger_kernel.ops.projections.weights import Dense, dense
+from liger_kernel.ops.projections.weights import dense
 from liger_kernel.testing import assert_as_accurate
 
 pytestmark = pytest.mark.skipif(
@@ -149,18 +149,6 @@ def test_an_mlp_casts_what_it_multiplies_once(recipe, recompute, monkeypatch):
     linear = lambda x, p: linears(x, [p])[0]
     y = linear(torch.nn.functional.silu(linear(wide, exact[0])) * linear(wide, exact[1]), exact[2])
     assert_close_as_fp8_is(found, gradients_of(y, wide, exact))
-
-
-def test_projections_of_two_storages_in_one_node():
-    some = [
-        Projection(stored(32, 48, False), None, (adapter(32, 48, 0),)),
-        Projection(Dense((16, 48), drawn(16, 48)), None, (adapter(16, 48, 1),)),
-    ]
-    x = drawn(8, 48, seed=9).requires_grad_()
-    found = gradients_of(linears(x, some), x, some)
-    exact, wide = [same_by_dense(p) for p in some], x.detach().double().requires_grad_()
-    assert_close_as_fp8_is(found, gradients_of(linears(wide, exact), wide, exact))
-    assert adapted.Weight.accumulates and not float8.Float8.accumulates
 
 
 def test_no_rows():

@@ -7,7 +7,7 @@ import torch
 from devices import DEVICE, needs_kernels
 
 from liger_kernel.ops.projections import float8
-from liger_kernel.ops.projections.float8_experts import cast_experts, dense, float8_experts
+from liger_kernel.ops.projections.float8_experts import cast_experts, dense
 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
@@ -47,11 +47,3 @@ def test_dense_as_pytorch_makes_it(shape):
             for some in (slice(None), slice(None, None, 2), slice(0)):
                 found = dense(q[some], scale[some], dtype)
                 assert found.dtype == dtype and torch.equal(found, (q.float() * scale).to(dtype)[some])
-
-
-def test_the_weight_is_that_of_linear_layers():
-    w = drawn(3, 32, 48, dtype=torch.float32)
-    expected = float8_experts(*cast_experts(w, True, False))
-    found = float8_experts(*cast_experts(w.mT.contiguous(), True, True), True)
-    assert found.shape == expected.shape == (3, 32, 48) and found.learnable is None
-    assert torch.equal(found.dense(torch.float32), expected.dense(torch.float32))

@@ -169,11 +169,6 @@ def test_threads_share_a_module():
         assert all(all(map(torch.equal, found, expected)) for found in threads.map(grads, range(40)))
 
 
-def test_says_what_is_wrong():
-    with pytest.raises(ValueError, match="apply_tiled_mlp: x must have at least 2 dims, got 1"):
-        apply_tiled_mlp(MLP.one, mlp(None), torch.ones(32), 2)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_inside_a_checkpoint(reentrant):
     plain, module = mlp(4, p=0.5), mlp(4, p=0.5)
@@ -281,27 +276,18 @@ def test_a_node_in_tiles_under_autocast(reentrant):
 
 
 @needs_kernels
-def test_a_node_in_tiles_saves_its_input_and_the_weights_only():
+def test_a_node_in_tiles_saves_its_input_and_the_weights_only_and_gives_gradients_again():
     kept = []
 
     def run(f, x):
         with saved() as found:
             y = f(x)
         kept.extend(found)
-        return y
-
-    by_node(torch.float32, "learnt", 3, run=run)
-    assert sum(t.numel() for t in kept) == 10 * 16 + 3 * 24 * 16 + 24 + 24 + 16
-
-
-@needs_kernels
-def test_a_node_in_tiles_gives_gradients_again():
-    def run(f, x):
-        y = f(x)
         (y.sum() * 0).backward(retain_graph=True)
         return y
 
     assert_same_bits(by_node(torch.float32, "learnt", 3, run=run), by_node(torch.float32, "learnt", 3))
+    assert sum(t.numel() for t in kept) == 10 * 16 + 3 * 24 * 16 + 24 + 24 + 16
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", (2,)])
@@ -309,3 +295,5 @@ def test_bad_numbers_of_tiles(value):
     with pytest.raises(ValueError, match="tiled_mlp: must be True, False or a number of tiles from 1 on, got"):
         PatchOptions(tiled_mlp=value)
     assert [PatchOptions(tiled_mlp=value).tiled_mlp for value in (None, True, 7)] == [False, True, 7]
+    with pytest.raises(ValueError, match="apply_tiled_mlp: x must have at least 2 dims, got 1"):
+        apply_tiled_mlp(MLP.one, mlp(None), torch.ones(32), 2)

@@ -182,16 +182,13 @@ def test_names_of_implementations():
     torch.testing.assert_close(found, _rms(x, w, 1e-5, 1.0))
 
 
-def test_capabilities():
+def test_capabilities(monkeypatch):
     assert backends.Capability().is_satisfied()
     assert "no_such_module" in backends.Capability(modules=["torch", "no_such_module"]).reason_if_unsatisfied()
     assert backends.Capability(predicate=lambda: False).reason_if_unsatisfied()
     assert "ZeroDivisionError" in backends.Capability(predicate=lambda: 1 / 0).reason_if_unsatisfied()
     if not torch.cuda.is_available():
         assert "no CUDA" in backends.Capability(requires_cuda=True).reason_if_unsatisfied()
-
-
-def test_generations_of_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert backends.Capability(min_cc=(9, 0), max_cc=(9, 0)).is_satisfied()

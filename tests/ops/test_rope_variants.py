@@ -3,6 +3,8 @@ the norm before them."""
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from devices import DEVICE, assert_beside, leaves, needs_kernels
@@ -101,7 +103,12 @@ def test_llama4_text(dtype, batch):
     """Each sequence by its own angles."""
     from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
-    check_llama4(lnn.liger_llama4_text_rotary_pos_emb, apply_rotary_emb, *llama4(dtype, batch, 5, 4))
+    args, freqs = llama4(dtype, batch, 5, 4)
+    ours = lnn.liger_llama4_text_rotary_pos_emb
+    check_llama4(ours, apply_rotary_emb, args, freqs)
+    if _op._KERNEL_DEVICES:
+        found = run(lambda q, k: LigerLlama4RopeFunction.apply(q, k, freqs, 128), like(args))
+        assert_same_bits(found, run(lambda q, k: ours(q, k, freqs), like(args)))
 
 
 @pytest.mark.parametrize("table", [(5, 1, 4), (5, 4), (1, 5, 1, 4)], ids=str)
@@ -162,22 +169,11 @@ def test_tables_of_one_sequence(dtype, width):
         assert_same_bits({name: out[i] for name, out in of_a_batch.items()}, alone)
 
 
-def embedding(model: str, sections: list[int]):
-    from transformers import Qwen2VLTextConfig, Qwen3VLTextConfig
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
-
-    config, module = {
-        "qwen2_vl": (Qwen2VLTextConfig, Qwen2VLRotaryEmbedding),
-        "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding),
-    }[model]
-    parameters = dict(rope_type="default", rope_theta=10000.0, mrope_section=sections)
-    return module(config(hidden_size=48, num_attention_heads=3, head_dim=16, rope_parameters=parameters)).to(DEVICE)
-
-
 @in_dtypes
-@pytest.mark.parametrize("model", ["qwen2_vl", "qwen3_vl"])
-def test_multimodal(model, dtype):
+@pytest.mark.parametrize(
+    "model, name", [("qwen2_vl", "Qwen2VLRotaryEmbedding"), ("qwen3_vl", "Qwen3VLTextRotaryEmbedding")]
+)
+def test_multimodal(model, name, dtype):
     """transformers puts the sections together once a model, in turns or interleaved, and
     ``liger_rope`` takes them as they are.
 
@@ -189,7 +185,10 @@ def test_multimodal(model, dtype):
     torch.manual_seed(0)
     args = dict(q=random(2, 3, 5, 16, dtype=dtype), k=random(2, 1, 5, 16, dtype=dtype))
     position_ids = torch.randint(0, 9, (3, 2, 5), device=DEVICE)
-    found = embedding(model, [2, 3, 3])
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    parameters = dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 3, 3])
+    sizes = dict(hidden_size=48, num_attention_heads=3, head_dim=16, rope_parameters=parameters)
+    found = getattr(module, name)(getattr(module, f"{name[:7]}TextConfig")(**sizes)).to(DEVICE)
     cos, sin = found(args["q"].float(), position_ids)
     of = lambda fn, dtype: run(lambda q, k: fn(q, k, cos.to(dtype), sin.to(dtype)), like(args, dtype))
     stock = of(apply_rotary_pos_emb, dtype)
@@ -206,16 +205,6 @@ def test_multimodal(model, dtype):
         functions = [LigerQwen2VLMRopeFunction.apply] if _op._KERNEL_DEVICES else []
         for fn in (lnn.liger_multimodal_rotary_pos_emb, *functions):
             check(run(lambda q, k, fn=fn: fn(q, k, *tables, [2, 3, 3]), like(args)))
-
-
-# -- published Functions ---------------------------------------------------------------------
-
-
-@needs_kernels
-def test_function_of_llama4():
-    args, freqs = llama4(torch.float32, 2, 5, 4)
-    expected = run(lambda q, k: lnn.liger_llama4_text_rotary_pos_emb(q, k, freqs), like(args))
-    assert_same_bits(run(lambda q, k: LigerLlama4RopeFunction.apply(q, k, freqs, 128), args), expected)
 
 
 # -- slices of one projection ----------------------------------------------------------------

@@ -103,8 +103,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="fail if more than N tests are skipped for reasons that tests/skipped.py does not list",
     )
-    parser.addoption(
-        "--kernel-report",
-        metavar="DIR",
-        help="write registers, spills and shared memory of every kernel to DIR, one table an architecture",
-    )

@@ -1,5 +1,5 @@
 """Every kernel compiles for every GPU we claim, without one: in registers, within shared memory
-and thread limits. ``-s`` shows the table."""
+and thread limits."""
 
 from __future__ import annotations
 
@@ -67,17 +67,6 @@ def launched_kernels() -> set[str]:
     return {f"{fn.__module__.split('.', 2)[2]}.{fn.__name__}" for fn in kernels}
 
 
-def table(rows: list[dict]) -> str:
-    """The heaviest variant of each kernel and dtypes, by spills, then registers."""
-    worst: dict[tuple, dict] = {}
-    for row in sorted(rows, key=lambda r: (r["spills"], r["registers"], r["shared"])):
-        worst[row["kernel"], row["dtypes"]] = row
-    columns = ("kernel", "dtypes", "registers", "spills", "shared", "threads", "meta")
-    lines = ["| kernel | dtypes | registers | spilled bytes | shared bytes | threads | heaviest variant |"]
-    lines.append("|---" * len(columns) + "|")
-    return "\n".join([*lines, *("| " + " | ".join(str(worst[k][c]) for c in columns) + " |" for k in sorted(worst))])
-
-
 def found(target: str, variants: str, env: dict[str, str], report: Path) -> list[dict]:
     """Rows of ``compile_kernels.py``, whose limits hold."""
     script = Path(__file__).with_name("compile_kernels.py")
@@ -120,13 +109,8 @@ def of_this_triton() -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("target", SHARED)
-def test_every_variant_compiles(target, user_env, tmp_path, request):
-    rows = found(target, "all", user_env, tmp_path / "kernels.json")
-    text = f"{target}: {len(rows)} kernels\n{table(rows)}\n"
-    print(f"\n{text}")
-    if to := request.config.getoption("--kernel-report"):
-        Path(to).mkdir(parents=True, exist_ok=True)
-        (Path(to) / f"{target}.md").write_text(text)
+def test_every_variant_compiles(target, user_env, tmp_path):
+    found(target, "all", user_env, tmp_path / "kernels.json")
 
 
 def test_a_register_that_nothing_has_set_is_found():

@@ -148,19 +148,6 @@ def test_errors_are_those_of_torchao(recipe, tokens):
     assert_errors_are_those_of(found, other, learning(lambda x: x @ wide.t(), x.double(), dy.double(), [wide]))
 
 
-def test_a_forward_alone_casts_by_rows(monkeypatch):
-    """Without gradients, nothing needs the transposed casts."""
-    calls = calls_of(monkeypatch, f8, "casts_together")
-    made = lambda: [(each.rows, each.columns) for (requests, *_), _ in calls for each in requests]
-    x, w = drawn(32, 64, seed=1), drawn(48, 64, seed=2).requires_grad_()
-    run = lambda: linears(x, [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"]))])[0]
-    y = run()
-    assert made() == [(True, True), (True, False)]
-    with torch.no_grad():
-        assert torch.equal(run(), y)
-    assert made()[2:] == [(True, False), (True, False)]
-
-
 @needs_kernels
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_the_cast_of_a_weight_for_compiled_graphs(by_rows):
@@ -305,10 +292,16 @@ def test_adapters_beside_a_dense_weight_are_as_before():
 @needs_kernels
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_layer_starts_few_kernels(learns, monkeypatch):
-    """One launch searches what has one scale; each product casts both operands in one."""
-    calls = calls_of(monkeypatch, f8, "launch")
+    """One launch searches what has one scale; each product casts both operands in one, by columns
+    only for a backward."""
+    calls, asked = calls_of(monkeypatch, f8, "launch"), calls_of(monkeypatch, f8, "casts_together")
     ws = [drawn(n, 32, seed=n).requires_grad_(learns) for n in (64, 16, 48)]
-    projections = [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], f8.WeightCache())) for w in ws]
-    ys = linears(drawn(48, 32).requires_grad_(), projections)
+    made = lambda: [Projection(f8.float8_trained(w, f8.RECIPES["tensorwise"], f8.WeightCache())) for w in ws]
+    x = drawn(48, 32).requires_grad_()
+    ys = linears(x, made())
     torch.autograd.backward(ys, [torch.ones_like(y) for y in ys])
     assert [args[0].fn.__name__ for args, _ in calls] == 2 * ["_maxima", "_casts", "_casts", "_casts"]
+    asked.clear()
+    with torch.no_grad():
+        assert all(map(torch.equal, linears(x.detach(), made()), ys))
+    assert [(each.rows, each.columns) for (requests, *_), _ in asked for each in requests] == 4 * [(True, False)]

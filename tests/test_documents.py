@@ -3,21 +3,18 @@ that we write with."""
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import transformers
 from torch import nn
 from transformers.models.llama import modeling_llama
 
 import liger_kernel.transformers as patching
 from liger_kernel.transformers.patching import patches
-from liger_kernel.transformers.recognise.compare import references
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
@@ -112,18 +109,6 @@ def test_warnings_that_troubleshooting_explains_are_those_that_come():
     assert len(explained) == len(messages) == 6
     for text in explained:
         assert any(text.removeprefix("...") in message for message in messages), text
-
-
-def loss_of(label: int) -> float:
-    """Of a patched model with a vocabulary of 64, every token of which has that label."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).train()
-    patching.apply_liger_kernel_to_llama(model=model)
-    with references():
-        return model(input_ids=torch.ones(1, 8, dtype=torch.long), labels=torch.full((1, 8), label)).loss.item()
-
-
-def test_labels_that_troubleshooting_explains_give_nan():
-    assert math.isnan(loss_of(64)) and math.isnan(loss_of(-100)) and not math.isnan(loss_of(1))
 
 
 def test_what_security_promises_has_the_tests_that_it_names():

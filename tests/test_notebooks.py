@@ -38,10 +38,6 @@ def test_notebook(path, monkeypatch, tmp_path):
     assert any(stored) and printed(notebook) == stored
 
 
-def test_there_are_notebooks():
-    assert {path.stem for path in NOTEBOOKS} >= {"first-steps", "look-inside-a-patch", "your-chats-on-one-gpu"}
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_nothing_of_a_machine_is_stored(path):
     text = path.read_text()

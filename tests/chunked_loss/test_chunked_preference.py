@@ -4,8 +4,6 @@ import functools
 import importlib
 import inspect
 import re
-import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -405,28 +403,6 @@ def test_losses_of_users(chunks):
     loss, (chosen, rejected, _, _, total, each) = Likelihood.apply(x, w, target, marks, bias, scale=2.0)
     torch.testing.assert_close((chosen - rejected, total, each), (total, signed.sum().detach(), signed.detach()))
     torch.testing.assert_close(torch.autograd.grad(loss, w), torch.autograd.grad(-2 * signed.mean(), w), **near)
-
-
-def test_documented_examples():
-    """The blocks of docs/guides/losses.md, one after the other."""
-    (x, w, bias), target, reference, _ = inputs()
-    layer = lambda w, b: types.SimpleNamespace(weight=w, bias=b)
-    names = dict(hidden=x, labels=target, head=layer(w, bias), ref_hidden=reference[0], ref_head=layer(*reference[1:]))
-    guide = (Path(__file__).parents[2] / "docs/guides/losses.md").read_text()
-    first, scores, margin, last, accumulated = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    exec(first, names)
-    assert names["loss"] == LigerFusedLinearDPOLoss()(w, x, target, bias, *reference)[0]
-    exec(scores, names)
-    assert names["logp"].shape == names["entropy"].shape == target.shape
-    exec(margin, names)
-    c, r, *_ = pairs((x, w, bias), target, means=True)
-    torch.testing.assert_close(names["loss"], (2 - 0.1 * (c - r)).clamp(min=0).mean())
-    exec(last, names)
-    logps, n, _ = sequences(x, w, bias, target)
-    torch.testing.assert_close(names["loss"], -(torch.linspace(-1, 1, 2 * B, device=DEVICE) * logps).sum() / n.sum())
-    expected = torch.autograd.grad(F.cross_entropy(F.linear(x, w, bias).flatten(0, 1), target.flatten()), w)[0]
-    exec(accumulated, names)
-    torch.testing.assert_close(w.grad, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from chunk_loop import multiplications, watch_products
 from devices import DEVICE, assert_beside
 from quick import further
 
-from liger_kernel.ops.losses.chunks import Kept
 from liger_kernel.ops.losses.linear_logprobs import reference
 from liger_kernel.ops.losses.linear_loss import Tokens, linear_loss
 from liger_kernel.testing import assert_as_accurate
@@ -105,14 +104,6 @@ def test_three_products_and_no_full_logits(monkeypatch):
         if loss.requires_grad:
             loss.backward()
         assert multiplications(seen) == products * B * T * H * V
-
-
-def test_ignored_tokens_take_part_in_no_product(monkeypatch):
-    x, w, target, bias = inputs()
-    seen, kept = watch_products(monkeypatch), Kept(target, group=T)
-    with torch.no_grad():
-        linear_loss(with_entropy, x, w, target, bias, group=T, entropy=True, chunk_rows=10, compact=kept)
-    assert sum(rows for rows, *_ in seen) == (target != -100).sum()
 
 
 def test_compiles_whole():

@@ -13,14 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from devices import DEVICE, assert_beside
+from devices import DEVICE, assert_beside, needs_kernels
 
 import liger_kernel
 from liger_kernel import backends, functional
-from liger_kernel.ops._core import operator as _op
 
 TRITON = backends.TRITON
-needs_kernels = pytest.mark.skipif(not (_op.INTERPRET or torch.cuda.is_available()), reason="no kernels here")
 
 
 _SEED = torch.Generator(DEVICE).manual_seed(0)

@@ -32,15 +32,10 @@ def arguments(
 
 
 @needs_kernels
-@pytest.mark.parametrize("r", [1, 16, 33, 100])
-def test_any_rank(r):
-    """Of one block or several, with columns that are left over."""
-    assert_beside(lora_moe, reference, arguments(r=r))
-
-
-@needs_kernels
-def test_more_rows_columns_and_steps_than_a_tile():
-    assert_beside(lora_moe, reference, arguments(200, 1, 40, 70, 2, 5))
+@pytest.mark.parametrize("sizes", [*((11, 2, 16, 24, 4, r) for r in (1, 16, 33, 100)), (200, 1, 40, 70, 2, 5)], ids=str)
+def test_any_rank_and_size(sizes):
+    """Of one block or several, with columns left over; more rows, columns and steps than a tile."""
+    assert_beside(lora_moe, reference, arguments(*sizes))
 
 
 PARTS, SCALES = [2, 3], (0.5, -2.0)

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from devices import DEVICE
+from devices import DEVICE, needs_kernels
 
-from liger_kernel.ops._core import operator as _op
 from liger_kernel.ops.projections import float8_blocks, mxfp4, packed_weights
 from liger_kernel.ops.projections.adapted import Adapter, Projection
 from liger_kernel.ops.projections.float8 import E4
@@ -104,7 +103,7 @@ def test_experts_with_what_they_lack():
     assert not torch.equal(expected, w)
 
 
-@pytest.mark.skipif(not _op._KERNEL_DEVICES, reason="Triton is not installed: references serve every call")
+@needs_kernels
 def test_experts_are_rounded_by_one_kernel():
     """To the bits of PyTorch, between two numbers too. The products have no rounding of their own."""
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ pytest.importorskip("yaml")
 
 import yaml
 from hostile_jobs import FIELDS, hostile
+from quick import words
 from small_runs import refused
 
 import liger_kernel
@@ -42,7 +43,6 @@ def job(train=None, **changes):
 
 
 def pods(found):
-    """Every pod specification in ``found``."""
     if isinstance(found, dict):
         return ([found] if "containers" in found else []) + [pod for value in found.values() for pod in pods(value)]
     return [pod for value in found for pod in pods(value)] if isinstance(found, list) else []
@@ -260,8 +260,7 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_has_its_form_or_is_refused(name):
-    """Hostile values of every field: refused by the field's name, or the same text in every form
-    of manifest, and files below their folder."""
+    """Hostile values: refused by the field's name, or the same text in every form of manifest."""
     small = functools.partial(job, **({} if name == "gpus" else {"gpus": 1}))  # a port and a monitor, not eight
     accepted = [(value, made) for value, made in hostile(name, small) if made]
     for value, made in accepted:
@@ -278,6 +277,10 @@ def test_a_field_has_its_form_or_is_refused(name):
 def test_pods_are_confined_and_hold_no_secrets(kind):
     found = objects(job(kind=kind, secret="tokens", **KINDS[kind]))
     assert pods(found) and len(containers(found)) == 2
+    names = {*words("HOME HF_HOME TRITON_CACHE_DIR LIGER_TRITON_BASE_CACHE TORCHINDUCTOR_CACHE_DIR PYTHONUNBUFFERED")}
+    names |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_RDZV_ID"} - {"PET_RDZV_ID" if kind == "pytorchjob" else ""}
+    policies = [o["spec"]["elasticPolicy"] for o in found if o["kind"] == "PyTorchJob"]
+    assert all(policy["rdzvId"] == "run" for policy in policies)  # Kubeflow sets that variable
     for pod in pods(found):
         assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
         assert all("hostPath" not in volume for volume in pod["volumes"])
@@ -287,39 +290,11 @@ def test_pods_are_confined_and_hold_no_secrets(kind):
         confined = dict(allowPrivilegeEscalation=False, readOnlyRootFilesystem=True, capabilities={"drop": ["ALL"]})
         assert container["securityContext"] == confined
         assert container["envFrom"] == [{"secretRef": {"name": "tokens"}}]
+        assert {variable["name"] for variable in container["env"]} == names
         folders = {m["mountPath"] for m in container["volumeMounts"]}
         assert folders == {"/cache", "/tmp", "/dev/shm", "/etc/liger", "/shared"}
         assert container["resources"]["limits"] == container["resources"]["requests"]
     assert not any(o["kind"] == "Secret" for o in found)
-
-
-# who sets what the manifests do not
-SET_BY_OTHERS = {
-    "torch's launcher": "RANK LOCAL_RANK LOCAL_WORLD_SIZE WORLD_SIZE TORCHELASTIC_RESTART_COUNT "
-    "TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID",
-    "our launcher": "LIGER_LAUNCHER LIGER_STORE TORCH_DISABLE_SHARE_RDZV_TCP_STORE OMP_NUM_THREADS "
-    "TORCH_FR_BUFFER_SIZE TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
-    "our trainer": "TRITON_CACHE_MANAGER CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE",
-    "Flyte's pods": "LIGER_JOB",
-    "`liger bench`, for its own processes": "PYTHONPATH",
-    "a user who wants another implementation": "LIGER_KERNEL_IMPL LIGER_KERNEL_IMPL_<OPERATOR> LIGER_KERNEL_BACKEND "
-    "LIGER_KERNEL_BACKEND_<OPERATOR> LIGER_KERNEL_STRICT LIGER_FP8_BLOCKS LIGER_VLLM",
-    "a user who arranges the memory of a GPU": "PYTORCH_CUDA_ALLOC_CONF",
-    "a user who looks for a mistake": "LIGER_CHECKS LIGER_TRACEBACK TRITON_INTERPRET",
-    "nobody, as the compiler is g++, and HOME is set": "CXX XDG_CACHE_HOME",
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_variable_that_is_read_is_set_somewhere(kind):
-    """The table has what the source reads, which tests/test_environment.py checks."""
-    table = (ROOT / "docs" / "environment.md").read_text()
-    read = set(re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?) \| ", table, re.M))))
-    found = objects(job(kind=kind, **KINDS[kind]))
-    set_here = {variable["name"] for container in containers(found) for variable in container["env"]}
-    if any(o["spec"].get("elasticPolicy", {}).get("rdzvId") == "run" for o in found if o["kind"] == "PyTorchJob"):
-        set_here.add("PET_RDZV_ID")
-    assert read - set_here == set(" ".join(SET_BY_OTHERS.values()).split())
 
 
 def test_processes_meet_where_the_kind_of_job_says():
@@ -346,8 +321,7 @@ def test_preemption_does_not_use_up_restarts(kind):
 
 
 def test_pods_train_what_liger_train_would(tmp_path):
-    """The file in the ConfigMap is a config of liger train: it says where pods write, and leaves
-    the number of machines to the flags beside it."""
+    """By a config that says where pods write, and leaves the number of machines to the flags."""
     made = job(train=dict(steps=7, nproc=3, out="runs/a"))
     (config,) = [o for o in objects(made) if o["kind"] == "ConfigMap"]
     path = tmp_path / "train.json"
@@ -389,8 +363,7 @@ def test_what_clusters_ask_for_is_in_every_pod(kind):
 
 
 def test_a_chart_names_what_it_makes_after_its_release():
-    """Nothing but values names the job or its namespace; tests/integrations/test_k8s.py has Helm
-    render two releases."""
+    """Nothing but values names the job (test_k8s.py has Helm render two releases)."""
     files = render(job(name="jobname", namespace="spacename"), "helm")
     templates = {name: text for name, text in files.items() if name.startswith("templates/")}
     assert len(templates) == 6 and not any("jobname" in text or "spacename" in text for text in templates.values())
@@ -414,8 +387,7 @@ def test_releases_write_to_places_of_their_own(path, release):
 
 
 def test_versions_of_what_a_cluster_brings_are_named_once():
-    """The sources name them in one table; the documentation's table and every image's tag agree
-    with it and with our version."""
+    """In one table, with which the documentation's and every image's tag agree."""
     sources = (ROOT / "src" / "liger_kernel" / "deploy").glob("*.py")
     outside = "".join(path.read_text() for path in sources if path.name != "job.py")
     wanted = {version for version in API.values() if "/" in version}

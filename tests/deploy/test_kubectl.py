@@ -92,21 +92,14 @@ def container(name="pytorch", restarts=0, last=None, **state):
     return {"name": name, "restartCount": restarts, "state": state, "lastState": last or {}}
 
 
-def ended(code, reason="Error"):
-    return {"terminated": {"exitCode": code, "reason": reason}}
-
-
+ended = lambda code, reason="Error": {"terminated": {"exitCode": code, "reason": reason}}
+waiting = lambda reason, **more: {"waiting": {"reason": reason} | more}
 RUNNING = {"running": {}}
 FULL = {"type": "PodScheduled", "status": "False", "message": "0/4 nodes are available: 4 Insufficient nvidia.com/gpu."}
 
 
 def pod(phase, more=(), /, **of_trainer):
-    """A pod's status, of whose trainer this is known."""
     return {"phase": phase, **dict(more), **({"containerStatuses": [container(**of_trainer)]} if of_trainer else {})}
-
-
-def waiting(reason, **more):
-    return {"reason": reason} | more
 
 
 COMPILES = {"initContainerStatuses": [container("warm-kernels", **RUNNING)]}
@@ -116,10 +109,10 @@ PODS = [
     (pod("Running", restarts=2, last=ended(75), **RUNNING), "Running; ended with 75 (told to stop, and saved)"),
     (pod("Running", restarts=1, last=ended(137, "OOMKilled"), **RUNNING), "Running; ended with 137 (OOMKilled)"),
     (pod("Pending", {"conditions": [FULL]}), f"Pending: {FULL['message']}"),
-    (pod("Pending", COMPILES, waiting=waiting("PodInitializing")), "warm-kernels compiles"),
-    (pod("Pending", waiting=waiting("ImagePullBackOff", message="no i:1")), "pytorch: ImagePullBackOff: no i:1"),
+    (pod("Pending", COMPILES, **waiting("PodInitializing")), "warm-kernels compiles"),
+    (pod("Pending", **waiting("ImagePullBackOff", message="no i:1")), "pytorch: ImagePullBackOff: no i:1"),
     (
-        pod("Running", restarts=3, last=ended(2), waiting=waiting("CrashLoopBackOff")),
+        pod("Running", restarts=3, last=ended(2), **waiting("CrashLoopBackOff")),
         "pytorch: CrashLoopBackOff: ; ended with 2 (a mistake in the job: see its logs)",
     ),
     (pod("Failed", **ended(1)), "pytorch; ended with 1 (Error)"),

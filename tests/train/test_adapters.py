@@ -19,7 +19,6 @@ import transformers
 from accelerate.utils import extract_model_from_parallel
 from small_runs import TEXT, forget_the_newest, needs, refused, resumed_alike, save_model, saved, small_run
 
-from liger_kernel import cli
 from liger_kernel.nn.float8 import LigerFloat8Experts
 from liger_kernel.train import adapters, checkpoint, loop
 from liger_kernel.train.config import UserError
@@ -47,7 +46,6 @@ def config(base, tmp_path):
 
 
 def stored(config):
-    """Names of the weights in the newest checkpoint."""
     if config.trainer == "torch":
         (newest, *_) = checkpoint.listed(Path(config.out) / "checkpoints")
         names = checkpoint.read_object(Path(config.out) / "checkpoints" / newest / checkpoint.INDEX)
@@ -75,8 +73,7 @@ def stored(config):
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())).replace(" ", ""),
 )
 def test_a_run(trainer, changes, config, monkeypatch, capfd):
-    """Adapters alone are trained and stored; a resumed run has the bits of one left alone; PEFT
-    reads what was saved; other adapters are refused."""
+    """Adapters alone are trained and stored; a resume has the same bits; PEFT reads them."""
     config = replace(config, trainer=trainer, **changes)
     built, build = [], loop.build
     monkeypatch.setattr(loop, "build", lambda *args: built.append(build(*args)) or built[-1])
@@ -153,8 +150,6 @@ def test_adapters_that_lie_beside_their_model_are_no_part_of_it(config, tmp_path
             "lora_targets: llama has no layer 'query' for adapters; it has down_proj, embed_tokens, .*, v_proj$",
         ),
         (None, dict(lora_targets="mlp"), "lora_targets: llama has no layer 'mlp' for adapters"),
-        (None, dict(model="/nowhere/at/all"), "no such folder: /nowhere/at/all"),
-        (None, dict(model=None, lora_targets="c_attn"), "lora_targets: llama has no layer 'c_attn'"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_loaded(missing, changes, message, config, monkeypatch):
@@ -220,13 +215,3 @@ def test_experts_in_fp8_have_adapters(config, tmp_path):
     loaded = peft.PeftModel.from_pretrained(dense, tmp_path / "tuned")
     learnt = [name for name, p in loaded.named_parameters() if "lora_B" in name and p.any()]
     assert len(losses) == 2 and any("experts" in name for name in learnt)
-
-
-def test_what_runs_ours_is_said_at_the_start(config, capsys):
-    config.save_to(Path(config.out) / "run.json")
-    flags = "--steps 1 --checkpoint-every 0 --eval-fraction 0 --lora-targets q_proj"
-    assert cli.main(["train", "--config", str(Path(config.out) / "run.json"), *flags.split()]) == 0
-    said = capsys.readouterr().out
-    assert "adapters: LoRA, rank 4, alpha 8, on q_proj; 512 of " in said
-    assert "the engine runs 0 of 1 layers" in said and "there are no kernels for torch.float32 on cpu" in said
-    assert f"adapters in {config.save}" in said

@@ -31,11 +31,8 @@ def test_a_run_begins_with_a_summary_and_says_how_long_it_takes(config, capsys):
     assert re.fullmatch(r"random weights \(llama\), [\d,]+ parameters, all of them trained", said["model"])
     assert "5 x LlamaRMSNorm (rms_norm)" in said["patched"] and "1 x LlamaForCausalLM (fused head)" in said["patched"]
     assert said["stock"] == "2 x LlamaAttention (rope): rope is off, as asked"
-    assert re.search(
-        r"text.jsonl, \d+ rows of at most 24 tokens to train on, 1 more for evaluation; 4 steps of 4 rows: [\d.]+ "
-        r"passes",
-        said["data"],
-    )
+    rows = r"text.jsonl, \d+ rows of at most 24 tokens to train on, 1 more for evaluation"
+    assert re.search(rf"{rows}; 4 steps of 4 rows: [\d.]+ passes", said["data"])
     assert said["device"].endswith("threads, fp32, trainer torch")
     assert re.fullmatch(r"\d+ RMSNorm, \d+ MLP, head and loss", said["kernels"])
     assert said["memory"] == "not estimated on a CPU"
@@ -62,11 +59,8 @@ def on_a_gpu(monkeypatch):
     data = types.SimpleNamespace(train=range(10), eval=[], tokenizer=types.SimpleNamespace(eos_token_id=2))
 
     def said(world=1, **run):
-        config, gpu, of_ranks = (
-            TrainConfig(kernels="off", **run),
-            torch.device("cuda"),
-            ranks.Ranks(0, world, None, None),
-        )
+        config, gpu = TrainConfig(kernels="off", **run), torch.device("cuda")
+        of_ranks = ranks.Ranks(0, world, None, None)
         return preview.summary(Session(config, data, model, gpu, "bf16", of_ranks, ranks.Stop()), "sdpa")
 
     return said
@@ -96,10 +90,7 @@ def test_ranks_expect_a_part(on_a_gpu):
     assert weights == pytest.approx(1.236 * 4 / 4, abs=0.01) and moments == pytest.approx(2 * weights, abs=0.02)
 
 
-def test_what_is_not_known_is_said(on_a_gpu):
+def test_what_is_not_known_is_said_and_ends_no_run(on_a_gpu, monkeypatch):
     assert "memory: not estimated: " in on_a_gpu(2, trainer="hf", parallel="deepspeed-z3")
-
-
-def test_an_estimate_never_ends_a_run(on_a_gpu, monkeypatch):
     monkeypatch.setattr("liger_kernel.train.fit.expected", lambda *args: 1 / 0)
     assert "memory: not estimated: division by zero" in on_a_gpu(batch=1, length=512)

@@ -3,12 +3,9 @@ goes on."""
 
 import contextlib
 import dataclasses
-import io
 import json
 import os
 import sys
-import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 
 from processes import forkserver, run_script, until
-from small_runs import refused, small_run
+from small_runs import refused, small_run, write_jsonl
 
 from liger_kernel.train import data as data_module, loop, records as records_module, stream as stream_module
 from liger_kernel.train.config import TrainConfig
@@ -33,11 +30,6 @@ said = lambda role, text: {"role": role, "content": text}
 CHATS = [{"messages": [said("user", f"say {i}"), said("assistant", "yes " * (i % 5 + 1) + str(i))]} for i in range(60)]
 
 
-def write_jsonl(path, records):
-    path.write_text("".join(json.dumps(record) + "\n\n" for record in records))  # blank lines are no records
-    return str(path)
-
-
 @pytest.fixture
 def config(tmp_path):
     """Eleven records; parts of three."""
@@ -45,13 +37,13 @@ def config(tmp_path):
     train_bpe(texts, 257).save_pretrained(tmp_path / "tokenizer")  # a token a byte
     changes = dict(eval_fraction=0.1, tokenizer=str(tmp_path / "tokenizer"), stream=3 * SIZE / 1e6)
     config = small_run(tmp_path, [], **changes)
-    write_jsonl(Path(config.data), [{"text": text} for text in texts])
+    Path(config.data).write_text("".join(json.dumps({"text": text}) + "\n\n" for text in texts))  # blank lines are none
     return config
 
 
 def write_parts(folder, stdin, stdout):
     sys.argv = ["stream", folder]
-    sys.stdin, sys.stdout = open(stdin), open(stdout, "w")  # noqa: SIM115  # for the rest of the process
+    sys.stdin, sys.stdout = os.fdopen(stdin.fileno()), os.fdopen(stdout.fileno(), "w")
     stream_module._main()
 
 
@@ -60,29 +52,18 @@ class Forked:
     start and import all that anew for each stream."""
 
     def __init__(self, config, folder):
-        pipes = Path(tempfile.mkdtemp(dir=Path(config.cache).parent))
-        os.mkfifo(pipes / "stdin")
-        self._output = pipes / "stdout"
-        self._process = forkserver().Process(target=write_parts, args=(str(folder), pipes / "stdin", self._output))
+        (requests, stdin), (stdout, mistakes) = (forkserver().Pipe(duplex=False) for _ in range(2))
+        self._process = forkserver().Process(target=write_parts, args=(str(folder), requests, mistakes))
         self._process.start()
-        self.pid = self._process.pid
-        self.stdin = open(pipes / "stdin", "wb")  # noqa: SIM115  # ``communicate`` closes it
+        requests.close(), mistakes.close()
+        self.stdin, self.stdout = os.fdopen(os.dup(stdin.fileno()), "wb"), os.fdopen(os.dup(stdout.fileno()), "rb")
+        stdin.close(), stdout.close()
+        self.pid, self.kill = self._process.pid, self._process.kill
         stream_module._tell(self, dataclasses.asdict(config))
 
-    @property
-    def stdout(self):
-        # a writer that is killed at once has opened nothing
-        return io.BytesIO(self._output.read_bytes() if self._output.exists() else b"")
-
-    @property
-    def returncode(self):
-        return self._process.exitcode
-
     def poll(self):
+        self.returncode = self._process.exitcode
         return self.returncode
-
-    def kill(self):
-        self._process.kill()
 
     def communicate(self):
         self._process.join()
@@ -99,7 +80,6 @@ def forked_writers(monkeypatch):
 
 @pytest.fixture
 def streams():
-    """Streams that are closed at the end."""
     opened = []
 
     def stream(config, folder):
@@ -172,8 +152,7 @@ def test_a_stream_is_evaluated_on_other_data(config, tmp_path):
 
 
 def test_training_begins_before_the_rest_is_read(config, tmp_path, streams):
-    """A line that is no JSON, at the end: what is before it can be had, and then the run says
-    so."""
+    """A line that is no JSON, at the end: the run says so when it is there."""
     with Path(config.data).open("a") as file:
         file.write("{oops")
     data = streams(config, tmp_path / "parts")
@@ -233,25 +212,27 @@ def test_records_are_read_from_any_place(tmp_path, monkeypatch):
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", CHATS[:7])
     parquet.write_table(arrow.Table.from_pylist(CHATS[7:20]), folder / "b.parquet", row_group_size=4)
-    write_jsonl(folder / "c.jsonl", CHATS[20:30])
-    (tmp_path / "array.json").write_text(json.dumps(CHATS[:30]))
-    hub = lambda name, split, streaming: (
-        datasets.Dataset.from_list(CHATS[:30]).to_iterable_dataset() if streaming else None
-    )
-    monkeypatch.setattr(datasets, "load_dataset", hub)
+    lines = write_jsonl(folder / "c.jsonl", CHATS[20:30])
+    (folder / "array.json").write_text(json.dumps(CHATS[:30], indent=1))  # of a folder, the first kinds are read
+    whole = datasets.Dataset.from_list(CHATS[:30])
+    hub = {("org/chats", "dev", False): whole, ("org/chats", "dev", True): whole.to_iterable_dataset()}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: hub[name, split, streaming])
     monkeypatch.setattr(records_module, "on_hub", lambda name, **_: None)
-    for name in (str(folder), "org/chats", str(tmp_path / "array.json")):
-        for limit in (None, 25):
-            records = Records(TrainConfig(data=name, limit=limit, stream=1))
+    named = [str(folder), "org/chats", str(folder / "array.json"), write_jsonl(tmp_path / "lines.json", CHATS[:30])]
+    for name in named:
+        for limit, stream in ((None, 1), (25, 1), (25, 0)):
+            records = Records(TrainConfig(data=name, split="dev", limit=limit, stream=stream))
             found = list(records.since(BEGIN))
-            assert [record for record, _ in found] == CHATS[: limit or 30]
+            assert [record for record, _ in found] == list(records) == CHATS[: limit or 30]
             for number in range(len(found) - 1):
                 assert list(records.since(found[number][1])) == found[number + 1 :], (name, number)
+    with Path(lines).open("a") as file:
+        file.write("{oops")
+    assert next(iter(Records(TrainConfig(data=lines)))) == CHATS[20]  # the rest is not read
 
 
 def test_a_run_goes_on_where_its_parts_are_gone(config, tmp_path):
-    """To the bit, as the checkpoint knows where parts begin; by the tokenizer that the first
-    part trains."""
+    """The checkpoint knows where parts begin; the first one trains the tokenizer."""
     config = replace(config, tokenizer=None, vocab=258, steps=8, batch=12, checkpoint_every=4, schedule="constant")
     whole = loop.train(config)
     assert whole["losses"][-1] < 0.9 * whole["losses"][0] and whole["evaluations"]
@@ -301,10 +282,7 @@ time.sleep(1000)
     pid, folder = (tmp_path / "said").read_text().split()
     assert not path_of(Path(folder), 6666).exists()
     reader.kill(), reader.join()
-    end = time.monotonic() + 60
-    while Path("/proc", pid).exists() and "State:\tZ" not in Path("/proc", pid, "status").read_text():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    until(lambda: not Path("/proc", pid).exists() or "State:\tZ" in Path("/proc", pid, "status").read_text(), 60)
     data = load(config)
     try:
         assert described(data.wait(3)).rows == described(path_of(Path(folder), 1)).rows

@@ -22,7 +22,6 @@ import types
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import NoneType
 from unittest import mock
 
 import numpy as np
@@ -56,9 +55,8 @@ from liger_kernel.train import (
     stream,
     tokenise as tokenising,
 )
-from liger_kernel.train.config import TrainConfig, UserError, from_flags
+from liger_kernel.train.config import TrainConfig, UserError, from_flags, read_flags
 from liger_kernel.train.data import load
-from liger_kernel.train.files import COUNT, NUMBER, fits
 from liger_kernel.train.loop import evaluate
 from liger_kernel.train.measure import PeakMemory
 from liger_kernel.train.model import attend, build, device_and_precision, flags_for
@@ -88,7 +86,6 @@ def tokenizer():
 
 @pytest.fixture
 def config(tmp_path):
-    """A tiny run on plain text."""
     return small_run(tmp_path, [{"text": TEXT}] * 4, layers=2, cache=None)
 
 
@@ -108,25 +105,14 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
 
 def test_every_field_is_a_flag():
     argv, expected = [], {}
-    # the last choices of all fields are not to be had at once
-    together = {"trainer": "torch", "parallel": "ddp", "optimizer": "adamw", "kernels": "on"}
     for field in dataclasses.fields(TrainConfig):
         flag = "--" + field.name.replace("_", "-")
-        value = getattr(TrainConfig(), field.name)
-        # these do not go with adapters, or with a quantised model; tests/train/test_fp8.py has the
-        # flags of FP8, the next test the other
-        if field.name.startswith("fp8") or field.name in ("sequence_parallel_size", "epochs"):
-            expected[field.name] = value
-        elif "bool" in field.type:
+        if "bool" in field.type:
             argv, expected[field.name] = [*argv, "--no-" + flag[2:]], False
-        elif field.metadata["choices"]:
-            value = together.get(field.name, field.metadata["choices"][-1])
-            argv, expected[field.name] = [*argv, flag, value], value
         else:
-            texts = {"store": "file:///x", "columns": "x=text", "save": "y"}
-            value = {"int": 64, "float": 0.5}.get(field.type.split(" ")[0], texts.get(field.name, "x"))
+            value = {"int": 64, "float": 0.5}.get(field.type.split(" ")[0], (field.metadata["choices"] or ["x"])[-1])
             argv, expected[field.name] = [*argv, flag, str(value)], value
-    assert dataclasses.asdict(from_flags(argv)) == expected
+    assert read_flags(argv, "liger train", "", TrainConfig()) == expected | {"config": None}
 
 
 def test_names_and_underscores_of_others_are_ours():
@@ -228,18 +214,6 @@ def test_a_model_or_tokenizer_whose_file_never_ends_is_not_read(name, tmp_path):
     refused("cannot load the tokenizer", tokenising.loaded, tmp_path)
 
 
-def test_forms_of_values_in_files():
-    part, line = checkpoint.PART, {"step": 1, "loss": None, "grad_norm": 1, "lr": 0.5, "more": "x"}
-    for form, right, wrong in (
-        (COUNT, [3], [-1, 10**30, True, "3"]),
-        ((NoneType, bool), [None], [0]),
-        (NUMBER, [math.nan], [10**400]),
-        (part, [[1, [0, 0, 0], True, "x"]], [[1, [0, 0], True, "x"], [1, [0, 0, 0], 1, "x"], [1]]),
-        (metrics.LINE, [line], [{"step": 0}, {"loss": 1.0}, []]),
-    ):
-        assert all(fits(value, form) for value in right) and not any(fits(value, form) for value in wrong), form
-
-
 # of the last two, the files are shorter than it says: the disk has lost what was written to them
 @pytest.mark.parametrize("known", [{"place": 3}, {"ids": 10**30}, "[" * 9**6, None, {"ids": 9}, {"lengths": 9}])
 def test_a_strange_draft_begins_anew(known, tmp_path):
@@ -285,20 +259,6 @@ def test_a_damaged_identity_is_said_and_damaged_numbers_are_no_ones(content, con
         assert session.Session(config, *[None] * 4, mock.Mock(first=True), None).finished() is None
 
 
-def test_only_the_assistants_turns_carry_labels(tokenizer):
-    rows = tokenise([CHATS[1]], tokenizer, 200)
-    context = "### System:\nbe brief\n\n### User:\none\n\n### Assistant:\n", "\n\n### User:\ntwo\n\n### Assistant:\n"
-    answers = "uno", "dos"
-    ids, labels = [], []
-    for said, answer in zip(context, answers):
-        said, answer = tokenizer.encode(said), [*tokenizer.encode(answer), tokenizer.eos_token_id]
-        assert len(answer) == 4
-        ids += said + answer
-        labels += [IGNORE] * len(said) + answer
-    assert rows.ids.tolist() == ids
-    assert rows.labels.tolist() == labels
-
-
 def test_a_prompt_is_context_and_its_completion_is_learnt(tokenizer):
     """As text, with no chat template; as turns, whose answers in the prompt are context, too."""
     turns = [
@@ -306,6 +266,7 @@ def test_a_prompt_is_context_and_its_completion_is_learnt(tokenizer):
     ]
     answer = {"role": "assistant", "content": "yes"}
     end, asked = tokenizer.eos_token, "### User:\nAdd."
+    first = f"### System:\nbe brief\n\n### User:\none\n\n### Assistant:\nuno{end}"
     for record, whole, learnt in (
         ({"prompt": "Q: a\nA:", "completion": " yes"}, f"Q: a\nA: yes{end}", f" yes{end}"),
         (
@@ -315,7 +276,7 @@ def test_a_prompt_is_context_and_its_completion_is_learnt(tokenizer):
         ),
         ({"instruction": "Add.", "input": "", "output": "3"}, f"{asked}\n\n### Assistant:\n3{end}", f"3{end}"),
         ({"prompt": turns, "completion": [answer]}, None, f"yes{end}"),
-        ({"messages": [*turns, answer]}, None, f"no{end}yes{end}"),
+        (CHATS[1], f"{first}\n\n### User:\ntwo\n\n### Assistant:\ndos{end}", f"uno{end}dos{end}"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "c"}]}, None, f"c{end}"),
         ({"conversations": [turns[0], answer]}, None, f"yes{end}"),  # of that name, in the other form
     ):
@@ -328,13 +289,9 @@ def test_a_prompt_is_context_and_its_completion_is_learnt(tokenizer):
 
 
 def test_what_others_call_a_column(config, tmp_path):
-    read = lambda columns, *records: list(
-        Records(replace(config, data=write_jsonl(tmp_path / "qa.jsonl", records), columns=columns))
-    )
-    rest = {"id": 1, "prompt": "old"}
-    assert read("question=prompt,answer=completion", {"question": "q", "answer": "a"} | rest) == [
-        {"id": 1, "prompt": "q", "completion": "a"}
-    ]
+    data = write_jsonl(tmp_path / "qa.jsonl", [{"question": "q", "answer": "a", "id": 1, "prompt": "old"}])
+    found = Records(replace(config, data=data, columns="question=prompt,answer=completion"))
+    assert list(found) == [{"id": 1, "prompt": "q", "completion": "a"}]
 
 
 def test_a_template_that_rewrites_earlier_turns_masks_them(tokenizer):
@@ -345,12 +302,6 @@ def test_a_template_that_rewrites_earlier_turns_masks_them(tokenizer):
     rows = tokenise([{"messages": CHATS[1]["messages"][1:]}], tokenizer, 200)
     assert tokenizer.decode(rows.ids) == "Q one A uno;Q two A [last]dos;"
     assert tokenizer.decode(rows.labels[rows.labels != IGNORE]) == "[last]dos;"
-
-
-def test_a_long_conversation_is_cut_and_one_without_an_answer_left_is_dropped(tokenizer):
-    rows = tokenise(CHATS, tokenizer, 58)
-    assert rows.bounds.diff().max() == 58
-    assert len(rows) == 3  # the third question alone is longer than that
 
 
 def test_texts_of_a_row_are_documents_by_themselves(tokenizer):
@@ -372,8 +323,7 @@ def test_eager_attention_that_a_run_names():
 
 @pytest.mark.parametrize("attention, patched", [("sdpa", True), ("eager", False)])
 def test_conversations_of_a_row_are_learnt_as_if_each_were_alone(tokenizer, attention, patched):
-    """Loss and gradients of packed rows are those of a row each; no conversation is lost, and
-    little is padded."""
+    """No conversation is lost, and little is padded."""
     chats = [chat for chat in CHATS for _ in range(3)]
     alone, packed = tokenise(chats, tokenizer, 200), tokenise(chats, tokenizer, 200, "documents")
     assert len(packed) < len(alone) // 2 and packed.bounds.diff().max() <= 200
@@ -445,25 +395,6 @@ def test_some_rows_are_left_to_train_on(rows, fraction, held, tokenizer):
     assert len(data.eval) == held and len(data.train) == rows - held and len(data.picks(0, 3, 0)) == 3
 
 
-def test_files_of_both_kinds_and_datasets_read_alike(tmp_path, monkeypatch):
-    datasets, arrow, parquet = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
-    parquet.write_table(arrow.Table.from_pylist(CHATS), tmp_path / "chats.parquet")
-    (tmp_path / "array.json").write_text(json.dumps(CHATS, indent=1))
-    there = {("org/chats", "dev"): datasets.Dataset.from_list(CHATS)}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: there[name, split])
-    monkeypatch.setattr(records, "on_hub", lambda name, **_: None)
-    named = [write_jsonl(tmp_path / "chats.jsonl", CHATS), str(tmp_path / "chats.parquet"), "org/chats"]
-    named += [str(tmp_path / "array.json"), write_jsonl(tmp_path / "lines.json", CHATS)]
-    for name in named:
-        read = Records(TrainConfig(data=name, split="dev"))
-        assert list(read) == list(read) == CHATS
-        assert list(Records(TrainConfig(data=name, split="dev", limit=2))) == CHATS[:2]
-    assert list(Records(TrainConfig(data=str(tmp_path)))) == CHATS + CHATS  # of a folder, the first kinds
-    assert next(iter(Records(TrainConfig(data=named[0])))) == CHATS[0]
-    (tmp_path / "chats.jsonl").open("a").write("{oops")
-    assert next(iter(Records(TrainConfig(data=named[0])))) == CHATS[0]  # the rest is not read
-
-
 @pytest.mark.parametrize("name, sign", [("a.csv", ","), ("a.csv", ";"), ("a.tsv", "\t"), ("A.CSV", ",")])
 def test_tables_are_text_whatever_their_sign(name, sign, tmp_path):
     rows = [["7", "a\nb"], ["", 'the "quoted", part'], ["x", "y; z"]]
@@ -484,8 +415,7 @@ def test_a_text_file_is_one_text(tmp_path):
 
 
 def test_a_run_is_evaluated_on_other_data(config, tmp_path):
-    """No row of its own data is kept back; of what is evaluated, the loss is that of the saved
-    model on these data alone."""
+    """No row of its own data is kept back; the loss is the saved model's on these data alone."""
     other = write_jsonl(tmp_path / "other.jsonl", [{"text": TEXT[::-1]}] * 2)
     config = replace(config, eval_data=other, save=str(tmp_path / "saved"), eval_every=2)
     metrics = loop.train(config)
@@ -587,7 +517,6 @@ WRONG = [
         ("a.csv", "text\nx,y\n", "a.csv:2: 2 values for 1 columns"),
         ("a.csv", "text,text\n", "a.csv:1: the name text stands there twice"),
         ("a.csv", 'text\n"x', "a.csv:2: unexpected end of data"),
-        ("a.json", '[{"text": "x"}, 1]', "a.json, record 2: a record must be an object, got int"),
         ("a.json", "[", "a.json: not valid JSON"),
         ("a.txt", b"\xff", "a.txt: not UTF-8"),
         ("a.csv", b"text\n\xff", "a.csv:2: not UTF-8"),
@@ -611,39 +540,6 @@ def test_learning_rate():
     assert [loop.learning_rate(wsd, step) for step in (1, 2, 14, 15, 19)] == [1.0, 1.0, 1.0, pytest.approx(0.8), 0.0]
     assert TrainConfig().peak_lr == 1e-3 and TrainConfig(model="x").peak_lr == 2e-5
     assert TrainConfig(model="x", lora=8).peak_lr == TrainConfig(lora=8, quantize="nf4").peak_lr == 2e-4
-
-
-def test_a_run_learns_and_says_what_it_did(config, tmp_path):
-    config = replace(config, steps=12, kernels="off", eval_fraction=0.1, eval_every=6, save=str(tmp_path / "model"))
-    metrics = loop.train(config)
-    assert metrics == json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert TrainConfig.load(tmp_path / "run" / "liger-run.json") == config
-    assert len(metrics["losses"]) == len(metrics["gradient_norms"]) == len(metrics["learning_rates"]) == 12
-    assert metrics["losses"][-1] < 0.8 * metrics["losses"][0]
-    first, last = metrics["evaluations"]
-    assert (first["step"], last["step"]) == (6, 12) and last["loss"] < first["loss"]
-    assert metrics["tokens_per_second"] > 0 and metrics["peak_memory"] > 0
-
-
-@pytest.mark.parametrize("records", ["text", "chats"])
-def test_kernels_change_no_loss(records, config, tmp_path):
-    if records == "chats":
-        config = replace(config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 4), length=128, vocab=257)
-    stock, ours = (loop.train(replace(config, kernels=kernels)) for kernels in ("off", "on"))
-    # two implementations, unless nothing was patched
-    assert stock["gradient_norms"] != ours["gradient_norms"] or torch.cuda.is_available()
-    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
-    assert ours["gradient_norms"] == pytest.approx(stock["gradient_norms"], rel=1e-3)
-
-
-def test_accumulation_equals_one_large_batch(config, tmp_path):
-    """Although the parts have different numbers of labels: a token weighs the same wherever it
-    is."""
-    chats = write_jsonl(tmp_path / "chats.jsonl", CHATS * 4)
-    config = replace(config, data=chats, length=128, vocab=257, batch=4, accumulate=1)
-    whole, parts = loop.train(config), loop.train(replace(config, batch=1, accumulate=4))
-    assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-    assert parts["gradient_norms"] == pytest.approx(whole["gradient_norms"], rel=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora": 4}], ids=["patched", "adapters"])
@@ -677,8 +573,7 @@ def steps_in(folder):
 
 
 def test_a_store_keeps_what_is_newer_than_the_folder(config, tmp_path):
-    """A machine comes back whose disk has an older checkpoint than another one has left in the
-    store meanwhile."""
+    """A machine comes back whose disk has an older checkpoint than the store has got meanwhile."""
     config = replace(config, checkpoint_every=2, schedule="constant", warmup=0, store=(tmp_path / "store").as_uri())
     one, two = (replace(config, out=str(tmp_path / name)) for name in ("one", "two"))
     loop.train(replace(one, steps=4))
@@ -771,8 +666,7 @@ def stub(monkeypatch, name, **functions):
 
 
 def test_credentials_leave_no_trace(config, tmp_path, monkeypatch, capfd):
-    """Of a URI with a password, and of a variable whose value an error repeats: not in a file of
-    the run, a service, or a line."""
+    """A URI's password, and a variable that an error repeats: in no file, service or line."""
     sent, copied = [], store.put
     took = lambda *args, **kwargs: sent.append(repr((args, kwargs, sys.argv)))
     stub(monkeypatch, "mlflow", start_run=took, log_params=took, log_metrics=took, end_run=took)
@@ -820,10 +714,8 @@ def test_a_store_without_its_credentials_is_asked_for(config, tmp_path, monkeypa
 
 @pytest.mark.parametrize("when", ["start_run", "log_metrics", "end_run"])
 def test_a_service_that_fails_is_left_alone(when, config, tmp_path, monkeypatch, capsys):
-    def down(*args, **kwargs):
-        raise ConnectionError("the tracking server is down")
-
-    works = dict.fromkeys(("start_run", "log_params", "log_metrics", "end_run"), lambda *args, **kwargs: None)
+    works = dict.fromkeys(("start_run", "log_params", "log_metrics", "end_run"), mock.Mock())
+    down = mock.Mock(side_effect=ConnectionError("the tracking server is down"))
     stub(monkeypatch, "mlflow", **works | {when: down})
     loop.train(replace(config, report="mlflow", save=str(tmp_path / "saved")))
     assert (tmp_path / "saved" / "model.safetensors").is_file() and (tmp_path / "run" / "metrics.json").is_file()
@@ -831,12 +723,8 @@ def test_a_service_that_fails_is_left_alone(when, config, tmp_path, monkeypatch,
 
 
 def test_a_full_disk_ends_no_run(config, tmp_path, monkeypatch, capsys):
-    """Checkpoints and lines of steps cannot be written; the model is saved elsewhere all the
-    same, and what is missing is said."""
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
+    """The model is saved elsewhere all the same, and what is missing is said."""
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(checkpoint.dcp.FileSystemWriter, "write_data", full)
     monkeypatch.setattr(metrics, "append", full)
     with pytest.raises(OSError, match="the last checkpoint could not be written"):
@@ -912,13 +800,12 @@ def test_texts_are_tokenised_together_by_their_length():
     assert sizes([400_000] * 4 + [9_000_000, 1]) == [1_200_000, 9_400_000, 1]
 
 
-def test_conversations_with_nothing_to_learn_are_counted(tokenizer, capsys):
+def test_conversations_are_cut_and_those_with_nothing_to_learn_counted(tokenizer, capsys):
     question, answer = {"role": "user", "content": "a long question"}, {"role": "assistant", "content": "yes"}
-    chats = [
-        {"messages": turns}
-        for turns in [[question, answer]] * 2 + [[question]] * 3 + [[question | {"content": "x" * 100}, answer]] * 4
-    ]
-    assert len(tokenise(chats, tokenizer, 60)) == 2
+    long = {"content": "x" * 100}
+    turns = [[question, answer], [question, answer | long], *[[question]] * 3, *[[question | long, answer]] * 4]
+    rows = tokenise([{"messages": each} for each in turns], tokenizer, 60)
+    assert len(rows) == 2 and rows.bounds.diff()[1] == 60
     said = capsys.readouterr().err
     assert "3 of 9 conversations have no answer: left out" in said
     assert "4 of 9 conversations have no answer within their first 60 tokens" in said
@@ -947,8 +834,7 @@ def test_a_signal_before_training_ends_the_run_at_once(number, config, monkeypat
 
 @pytest.mark.parametrize("kind", ["text", "chats"])
 def test_a_run_stopped_while_it_tokenises_keeps_what_it_has(kind, config, monkeypatch, tmp_path, capsys):
-    """The next start tokenises the rest alone, trains no tokenizer again, and has the rows of a
-    run that was left alone."""
+    """The next start tokenises the rest alone, and trains no tokenizer again."""
     records = [{"text": TEXT + str(i)} for i in range(6)] if kind == "text" else CHATS[:2] * 3
     config = replace(config, data=write_jsonl(tmp_path / "records.jsonl", records), length=100, checkpoint_every=2)
     calm = load(replace(config, cache=str(tmp_path / "calm")))
@@ -1017,29 +903,21 @@ def test_a_tokenizer_is_trained_on_the_words_of_long_texts(monkeypatch):
     assert len(list(tokenising.pieces(text))) > 30 and train_bpe([text], 600).backend_tokenizer.to_str() == whole
 
 
-def strictly(path):
-    def refuse(name):
-        raise AssertionError(f"{name} in {path}")
-
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-
-
 def test_the_step_that_stops_a_run_is_in_its_lines(config, tmp_path, monkeypatch):
     """And a checkpoint that was being written is complete."""
-    before, seen = loop._Run._update, []
+    before = loop._Run._update
 
     def update(run, keep=False):
-        seen.append(run.step)
         if run.step == 4:
             next(p for p in run.parallel.module.parameters() if p.grad is not None).grad.fill_(float("nan"))
         return before(run, keep)
 
     monkeypatch.setattr(loop._Run, "_update", update)
-    monkeypatch.setattr(checkpoint.Checkpoints, "commit", checkpoint.Checkpoints.commit)
     refused("the gradient norm is nan at step 5", loop.train, replace(config, steps=8, checkpoint_every=4, log_every=5))
-    lines = strictly(tmp_path / "run" / "metrics.jsonl")
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and lines[4]["grad_norm"] is None
-    assert math.isnan([*metrics.StepLines(tmp_path / "run" / "metrics.jsonl", 5).read()][4]["grad_norm"])
+    assert math.isnan([*metrics.StepLines(path, 5).read()][4]["grad_norm"])
     assert steps_in(tmp_path / "run") == [4]
 
 
@@ -1100,7 +978,6 @@ def test_peak_memory_sees_what_was_freed_and_leaves_pauses_out():
 
 
 def ended(rates, losses=(4.0, 3.0)):
-    """What a run of the demo says at its end."""
     measured = dict(losses=losses, rates=rates, tokens_per_second=statistics.median(rates))
     about = dict(peak_memory=2e9, memory_before_training=1e9, memory_kind="y")
     return measured | about | dict(precision="fp32", parameters=1, device="x")

@@ -59,7 +59,6 @@ def here(run, monkeypatch):
 
 
 def stock(name):
-    """A model as transformers and PEFT load it."""
     base = transformers.AutoModelForCausalLM.from_pretrained("base", dtype="auto")
     return peft.PeftModel.from_pretrained(base, name).eval() if name != "base" else base.eval()
 
@@ -95,6 +94,9 @@ def test_a_run_says_what_to_type_next_and_leaves_a_card(run, here):
     assert huggingface_hub.ModelCard(text).data.tags == ["liger-kernel"]
     if importlib.util.find_spec("matplotlib"):
         assert "](loss.png)" in text and Path("tuned/loss.png").read_bytes().startswith(b"\x89PNG")
+    # sizes of a model from random weights are no part of a run that has a model
+    recorded = json.loads(Path("run/liger-run.json").read_text())
+    assert recorded["model"] and not recorded.keys() & {"hidden", "layers", "heads", "vocab"}
 
 
 def test_a_card_that_somebody_has_written_stays_and_no_card_ends_a_run(tmp_path, capsys):
@@ -126,6 +128,9 @@ def test_prompts_are_answered_beside_the_base(file, here, capsys):
         for said in ("say red", "say two")
     )
     assert capsys.readouterr().out == expected and answer(base, user("say red")) != answer(tuned, user("say red"))
+    write_jsonl(Path("wrong.jsonl"), [{"text": "x"}])
+    assert cli.main(["chat", "tuned", "--prompts", "wrong.jsonl", *FLAGS]) == 2
+    assert "wrong.jsonl: record 1 has no question, but ['text']" in capsys.readouterr().err
 
 
 def test_a_conversation_goes_on_until_a_new_one(here, capsys, monkeypatch):
@@ -137,18 +142,6 @@ def test_a_conversation_goes_on_until_a_new_one(here, capsys, monkeypatch):
     turns = (user("say red"), {"role": "assistant", "content": first}, user("say two"))
     expected = [first, answer(model, *turns), "", answer(model, user("say two"))]
     assert capsys.readouterr().out == "".join(f"{text}\n" + "\n" * bool(text) for text in expected)
-
-
-def test_the_record_of_a_run_has_no_sizes_of_another_model(here):
-    """Those of a model from random weights, beside the name of one that has its own."""
-    found = json.loads((here / "run" / "liger-run.json").read_text())
-    assert found["model"] and not found.keys() & {"hidden", "layers", "heads", "vocab"}
-
-
-def test_a_record_without_a_question(here, capsys):
-    write_jsonl(Path("wrong.jsonl"), [{"text": "x"}])
-    assert cli.main(["chat", "tuned", "--prompts", "wrong.jsonl", *FLAGS]) == 2
-    assert "wrong.jsonl: record 1 has no question, but ['text']" in capsys.readouterr().err
 
 
 def hub(monkeypatch, refuses=""):
@@ -263,8 +256,7 @@ def adapted(model, folder):
 
 @pytest.mark.parametrize("kind", ["fp8", "int4", "nvfp4", "gptq", "awq"])
 def test_a_merge_into_the_storage_of_the_base(kind, here, tmp_path, capsys):
-    """The numbers of the rounded sums, with the base's scales; or dense. Nothing of a package that made the
-    base is needed."""
+    """With the base's scales, by no package that made the base."""
     made = publish(stock("base"), tmp_path, (8, 16)) if kind == "fp8" else publish_as(stock("base"), tmp_path, kind)
     with_its_tokenizer(here, tmp_path)
     twin = adapted(made, tmp_path)

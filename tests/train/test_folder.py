@@ -10,12 +10,14 @@ import stat
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import small_runs
+from quick import words
 from small_runs import OTHER_TRAINERS, refused, save_model, small_run
 
 from liger_kernel.train import data as data_module, files, folder, loop, store
@@ -96,20 +98,16 @@ def test_a_model_is_not_saved_over_something_else(names, config, tmp_path):
 
 
 def test_what_no_run_writes_may_lie_beside_it(config, tmp_path):
-    """Logs, hidden files, the data, and folders, such as that of the model."""
+    """Logs, hidden files, the data, folders; nor what a start has left that was killed at once."""
     made(config.out, ["output.txt", "slurm-1.out", "run.yaml", ".gitignore", "base/config.json", "lost+found/x"])
+    made(config.out, ["cache/0123/rows.safetensors", "stuck-rank-0.txt"])
+    (Path(config.out) / "lock").write_text(json.dumps({"host": "here", "pid": 1, "since": "now"}))
+    (Path(config.out) / "cache.lock").touch()
     (Path(config.out) / "mine.json").write_text('{"steps": 2}')  # a config
     shutil.copy(config.data, Path(config.out) / "text.jsonl")
     made(tmp_path / "saved", [".gitattributes", "upload.log", "older/model.safetensors"])
     loop.train(replace(config, data=f"{config.out}/text.jsonl", save=str(tmp_path / "saved"), cache=None))
     assert (tmp_path / "saved" / "model.safetensors").is_file()
-
-
-def test_a_start_that_was_killed_before_its_record_begins_again(config):
-    made(config.out, ["cache/0123/rows.safetensors", "stuck-rank-0.txt"])
-    (Path(config.out) / "lock").write_text(json.dumps({"host": "here", "pid": 1, "since": "now"}))
-    (Path(config.out) / "cache.lock").touch()
-    loop.train(config)
 
 
 def test_a_run_replaces_the_model_that_it_has_saved(config, tmp_path, monkeypatch):
@@ -176,7 +174,7 @@ def test_a_start_that_goes_on_keeps_the_record_of_the_one_before(trainer, config
 
 
 @pytest.mark.parametrize("trainer", ["torch", *OTHER_TRAINERS])
-def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path, monkeypatch):
+def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path):
     tokenizer = data_module.load(config).tokenizer
     models = [save_model(tmp_path / f"base{i}", tokenizer, initializer_range=0.02 * (i + 1)) for i in range(2)]
     (tmp_path / "other.jsonl").write_text((json.dumps({"text": TEXT[::-1]}) + "\n") * 4)
@@ -186,19 +184,17 @@ def test_a_refused_start_leaves_the_record_of_the_run(trainer, config, tmp_path,
         name: text for name, text in content(config.out).items() if Path(name).name.startswith(("liger-run", "metrics"))
     }
     before = kept()
-    for changes, said in {
-        "other data": (dict(data=str(tmp_path / "other.jsonl"), steps=9), "is of other data"),
-        "another model": (dict(model=models[1], steps=9), "is of another model: digest of weights"),
-        "another seed": (dict(seed=1), "is of other data: seed"),
-        "not to go on": (dict(resume=False), "holds checkpoints"),
-        "no data": (dict(data=str(tmp_path / "nowhere.jsonl")), "no such file"),
-        "no model": (dict(model=str(tmp_path)), "holds no"),
-        "a port in use": (dict(metrics_port=9400, steps=9), "metrics cannot be served"),
-    }.values():
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                "socket.create_server", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EADDRINUSE, "in use"))
-            )
+    in_use = mock.Mock(side_effect=OSError(errno.EADDRINUSE, "in use"))
+    for changes, said in (
+        (dict(data=str(tmp_path / "other.jsonl"), steps=9), "is of other data"),
+        (dict(model=models[1], steps=9), "is of another model: digest of weights"),
+        (dict(seed=1), "is of other data: seed"),
+        (dict(resume=False), "holds checkpoints"),
+        (dict(data=str(tmp_path / "nowhere.jsonl")), "no such file"),
+        (dict(model=str(tmp_path)), "holds no"),
+        (dict(metrics_port=9400, steps=9), "metrics cannot be served"),
+    ):
+        with mock.patch("socket.create_server", in_use):
             refused(said, loop.train, replace(config, **changes))
         assert kept() == before, said
     assert len(before) >= 2
@@ -217,9 +213,7 @@ def test_links_in_the_folder_of_a_run_are_refused(name, config, tmp_path):
     path = Path(config.out) / name
     shutil.rmtree(path, ignore_errors=True), path.unlink(missing_ok=True)
     path.parent.mkdir(exist_ok=True)
-    path.symlink_to(
-        there if "." not in path.name and path.name not in ("lock", "latest", "wandb-id") else there / "mine"
-    )
+    path.symlink_to(there / "mine" if "." in name or path.name in ("lock", "latest", "wandb-id") else there)
     before = content(there)
     link = rf"{path} is a link, which no run has made: remove it, or give another --out$"
     refused(link, loop.train, replace(config, checkpoint_every=1))
@@ -244,13 +238,7 @@ def test_nothing_is_written_through_a_link_that_comes_later(config, tmp_path, mo
 
     def after(run):
         (out / "checkpoints").mkdir(exist_ok=True)
-        for name in (
-            "metrics.json",
-            "metrics.jsonl",
-            "stuck-rank-0.txt",
-            "checkpoints/latest",
-            "checkpoints/step-00000002",
-        ):
+        for name in words("metrics.json metrics.jsonl stuck-rank-0.txt checkpoints/latest checkpoints/step-00000002"):
             (out / name).unlink(missing_ok=True)
             (out / name).symlink_to(mine)
         return step(run)
@@ -314,7 +302,7 @@ def test_a_file_is_written_whole_or_stays(tmp_path, monkeypatch):
     (tmp_path / "plain").touch()
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
     (tmp_path / "plain").unlink()
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         files.write(path, "after")
     assert content(tmp_path) == {str(path): b"before"}

@@ -38,8 +38,7 @@ def test_recipes_are_those_of_the_operator():
     "trainer, precision", [("torch", "fp32"), ("torch", "bf16-mixed"), ("torch", "bf16"), ("hf", "bf16-mixed")]
 )
 def test_a_run(trainer, precision, config, capfd):
-    """learns in FP8, says which layers it leaves, and resumes with the same bits; its model is
-    an ordinary one."""
+    """learns, says which layers it leaves, and resumes with the same bits."""
     config = replace(config, trainer=trainer, precision=precision, fp8_filter="o_proj, gate_proj", accumulate=2)
     expected = resumed_alike(config)
     said = capfd.readouterr().out

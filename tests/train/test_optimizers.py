@@ -125,16 +125,6 @@ def test_a_step_in_the_backward_has_the_bits_of_the_one_after_it(name):
     assert state["state"].keys() == same["state"].keys() and state["param_groups"] == same["param_groups"]
 
 
-def test_gradients_are_dropped_while_it_is_off():
-    model = Tied()
-    before = [p.clone() for p in model.parameters()]
-    stepping = adamw.InBackward(adamw.make("adamw", [p for p in model.parameters() if p.requires_grad], lr=LR))
-    stepping.on = False
-    model(torch.arange(40)).backward()
-    assert all(p.grad is None for p in model.parameters()) and all(map(torch.equal, model.parameters(), before))
-    assert stepping.norm() == 0
-
-
 @pytest.fixture
 def config(tmp_path):
     pytest.importorskip("transformers")
@@ -164,22 +154,21 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_was_left_alone(changes, con
     refused(r"is of another optimizer: moments .* there, .* here", loop.train, replace(config, **other, steps=6))
 
 
-def test_runs_step_in_the_backward_with_the_same_bits(config):
-    config = replace(config, checkpoint_every=0)
-    plain = loop.train(config)
-    other = replace(config, optimizer_in_backward=True, out=f"{config.out}-2", save=f"{config.save}-2")
-    found = loop.train(other)
-    assert found["losses"] == plain["losses"]
+@pytest.mark.parametrize(
+    "run, other",
+    [
+        ({}, dict(optimizer_in_backward=True)),
+        (dict(parallel="fsdp2", grad_clip=0.5, accumulate=2), dict(optimizer_on_cpu=True)),
+    ],
+    ids=["in the backward", "on the CPU, clipped"],
+)
+def test_runs_that_step_elsewhere_have_the_same_bits(run, other, config):
+    config = replace(config, checkpoint_every=0, **run)
+    other = replace(config, **other, out=f"{config.out}-2", save=f"{config.save}-2")
+    plain, found = loop.train(config), loop.train(other)
+    assert found["losses"] == plain["losses"] and saved(other) == saved(config)
     # added in another order
     assert found["gradient_norms"] == pytest.approx(plain["gradient_norms"], rel=4 * torch.finfo(torch.float32).eps)
-    assert saved(other) == saved(config)
-
-
-def test_offloaded_runs_clip_and_have_the_same_bits(config):
-    config = replace(config, checkpoint_every=0, parallel="fsdp2", grad_clip=0.5, accumulate=2)
-    plain = loop.train(config)
-    other = replace(config, optimizer_on_cpu=True, out=f"{config.out}-2", save=f"{config.save}-2")
-    assert loop.train(other)["losses"] == plain["losses"] and saved(other) == saved(config)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])

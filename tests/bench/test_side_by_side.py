@@ -54,8 +54,7 @@ def test_one_step(user_env, tmp_path):
 
 
 def test_attention_that_computes_nothing(tmp_path):
-    """Beside the real operator: shapes and types of all that it returns, and zero as gradients
-    of what it was given."""
+    """Shapes and types of all that the real operator returns, and zero as gradients."""
     code = """
 import torch, side_by_side
 q, k, v = (torch.randn(2, h, 5, 8, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
@@ -120,8 +119,7 @@ class FastLanguageModel:
 
 @pytest.mark.slow
 def test_unsloth_end_to_end(user_env, tmp_path):
-    """It needs a GPU: a package with its name stands for it, gets the same weights and learns the
-    same."""
+    """It needs a GPU: a package with its name stands for it, and learns the same."""
     pytest.importorskip("peft")
     (tmp_path / "unsloth.py").write_text(UNSLOTH)
     argv = [*TINY.split(), "--seq", "64", "--layers", "1", "--checkpointing", "--lora", "8"]

@@ -125,7 +125,6 @@ def changed_files(base: str | None = os.environ.get("BASE")) -> set[str] | None:
 
 
 def shown_by(files: Iterable[str] | None) -> list[str]:
-    """The environments in which a change of these files shows first."""
     if files is None:
         return WITHOUT_HISTORY
     every = ["tests/integrations/environments.py"]

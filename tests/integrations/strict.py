@@ -87,8 +87,7 @@ PLAIN = {"str": "string", "int": "integer", "bool": "boolean"}
 
 
 def _of_openapi(kind: str) -> dict[str, Any]:
-    """The schema of a type of the older generated models; what is Kubernetes' own, pods, times, may be
-    anything."""
+    """The schema of an older generated model; what is Kubernetes' own may be anything."""
     if kind.startswith("list["):
         return {"type": "array", "items": _of_openapi(kind[5:-1])}
     if kind.startswith("dict("):

@@ -133,7 +133,6 @@ def test_ms_swift(monkeypatch):
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    """A model and a tokenizer in a folder."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -203,39 +202,7 @@ def test_verl():
     torch.testing.assert_close(grad(ours), grad(theirs), rtol=1e-4, atol=1e-5)
 
 
-# -- Lightning, LitGPT ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_lightning(tmp_path, precision):
-    lightning = needs("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self, use: bool):
-            super().__init__()
-            self.model, self.losses = make("llama"), []
-            if use:
-                liger._apply_liger_kernel_to_instance(model=self.model)
-
-        def training_step(self, batch, _):
-            out = self.model(**batch)
-            self.losses.append(out.loss.detach())
-            return out.loss
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    rows = [{k: v[0].cpu() for k, v in tokens(1, 12, seed=i).items()} for i in range(8)]
-    losses = []
-    for use in (True, False):
-        module = Module(use)
-        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path)
-        where = dict(accelerator="cpu" if DEVICE == "cpu" else "gpu", devices=1, precision=precision)
-        trainer = lightning.Trainer(max_epochs=1, **where, **quiet)
-        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
-        losses.append(torch.stack(module.losses))
-    assert len(losses[0]) == 4
-    torch.testing.assert_close(*losses, **(dict(rtol=1e-2, atol=1e-2) if "bf16" in precision else {}))
+# -- LitGPT --------------------------------------------------------------------------------
 
 
 def test_litgpt():

@@ -33,8 +33,6 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Run:
-    """A training: ``logs`` and final ``weights``."""
-
     def __init__(
         self, folder: Path, use_liger_kernel: bool, model: nn.Module | None = None, times: int = 1, resume: Any = False,
         **more: Any,

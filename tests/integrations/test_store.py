@@ -19,7 +19,6 @@ s3fs = pytest.importorskip("s3fs", reason="tests/integrations/environments.py s3
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """The name of a bucket of a server on this machine."""
     port = free_port()
     command = [Path(sys.executable).parent / "moto_server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)

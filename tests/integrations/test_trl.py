@@ -161,7 +161,6 @@ def heads_that_run() -> Iterator[set[str]]:
 
 
 def in_the_table(ours: tuple, stock: tuple) -> None:
-    """Check the row of this trainer, or write it."""
     made, args = ours[0], ours[0].args
     losses, expected = ([e["loss"] for e in logs if "loss" in e] for _, logs, _ in (ours, stock))
     assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -408,7 +407,6 @@ def test_the_reference_rounds_as_the_policy(tmp_path, trainer):
 
 
 def orpo(tmp_path: Path, ours: bool, model: Any = None, flag: bool = False, **options: Any) -> tuple:
-    """``taught`` by our trainer, or by TRL's."""
     name = "LigerORPOTrainer" if ours else "ORPOTrainer"
     options = {"max_length": 48} | prompt_length("ORPOTrainer") | options
     return taught(tmp_path / str(ours), name, "pairs", flag, model and model(), **options)

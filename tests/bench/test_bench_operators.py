@@ -105,16 +105,10 @@ def test_modes_are_parts_of_the_whole():
     assert cost.of("full")[1] == cost.of("forward")[1] + cost.of("backward")[1]
 
 
-def wrong(op, error):
-    def fn(x, *args, **kwargs):
-        return op.fn(x, *args, **kwargs) * (1 + error)
-
-    return dataclasses.replace(op, fn=fn)
-
-
 @pytest.mark.parametrize("error, accurate", [(0.0, True), (1e-3, False), *further((float("nan"), False))])
 def test_a_wrong_kernel_is_caught_and_gets_no_speed_up(error, accurate, monkeypatch, capsys):
-    op = wrong(OPS["rms_norm"], error)
+    right = OPS["rms_norm"]
+    op = dataclasses.replace(right, fn=lambda x, *args, **kwargs: right.fn(x, *args, **kwargs) * (1 + error))
     rows = list(operators.measure(op, op.cases[0], torch.float32, ["full"], ["eager"], {}, 3))
     ours = next(r for r in rows if r["variant"] == "ours")
     assert ours["accurate"] is accurate and ours["device_ms"] > 0
@@ -254,9 +248,10 @@ def test_nobody_always_follows_the_same_other():
 # -- tuning --------------------------------------------------------------------------------
 
 
-def tuned(monkeypatch, best, accurate=lambda tile: True):
-    """``search`` on a machine where ``best`` takes half the time, judged by ``accurate``."""
-    asked = {}
+@pytest.mark.parametrize("accurate", [True, False])
+def test_tuning_finds_the_best_tile_that_is_accurate(accurate, monkeypatch, capsys):
+    """On a machine where one takes half the time of all others."""
+    asked, best = {}, Tile(8, 256, 4)
 
     def fn(x, w=None, **options):
         asked["tile"] = _config.tile("rms_norm_fwd", x.shape[-1], x.itemsize, elements=4096)
@@ -266,19 +261,10 @@ def tuned(monkeypatch, best, accurate=lambda tile: True):
     monkeypatch.setattr(tune, "DEVICE", "cpu")
     timed = lambda fn, base, repeats: (fn(**like(base)), 0.5 if asked["tile"] == best else 1.0)[1]
     monkeypatch.setattr(tune, "timed_call", timed)
-    monkeypatch.setattr(tune, "accuracy", lambda *_: (0.0, 0.0, accurate(asked["tile"])))
-    return tune.search(op, op.cases[0], "fp32", 5)
-
-
-def test_tuning_finds_the_best_tile(monkeypatch):
-    best = Tile(8, 256, 4)
-    assert tuned(monkeypatch, best) == {"rms_norm_fwd/4/256": (best, 1.0, 0.5)}
-
-
-def test_tuning_refuses_what_loses_accuracy(monkeypatch, capsys):
-    best = Tile(8, 256, 4)
-    assert tuned(monkeypatch, best, accurate=lambda tile: tile != best) == {}
-    assert "refused, because it is not accurate" in capsys.readouterr().out
+    monkeypatch.setattr(tune, "accuracy", lambda *_: (0.0, 0.0, accurate or asked["tile"] != best))
+    found = tune.search(op, op.cases[0], "fp32", 5)
+    assert found == ({"rms_norm_fwd/4/256": (best, 1.0, 0.5)} if accurate else {})
+    assert ("refused, because it is not accurate" in capsys.readouterr().out) == (not accurate)
 
 
 def test_a_tuned_table_is_used_and_kept(monkeypatch, tmp_path):

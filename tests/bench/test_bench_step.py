@@ -119,7 +119,6 @@ EXPERTS = dict(model_type="qwen3_moe", head_dim=16, moe_intermediate_size=48, nu
     ],
 )
 def test_flops_are_what_pytorch_counts(changes):
-
     B, T = 2, 24
     values = TINY | changes
     config = config_of(values)
@@ -135,7 +134,6 @@ def test_flops_are_what_pytorch_counts(changes):
 
 
 def test_models_are_of_the_size_in_their_names():
-
     def billions(name):
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config_of(MODELS[name])).num_parameters() / 1e9
@@ -155,7 +153,6 @@ def row(variant, **fields):
 
 
 def measured(**fields):
-    """What a child says of a batch."""
     return {name: value for name, value in row("", **fields).items() if name not in ("model", "variant")}
 
 
@@ -210,9 +207,8 @@ def test_every_switch_of_the_patch_is_a_variant():
     """A new one needs no line here."""
     named = {flag for flags in step.SWITCHED.values() for flag in flags}
     off = {n for n, f in SWITCHES.items() if f.metadata["ours"] and f.default is False and not f.metadata["choices"]}
-    assert named == off | {"rematerialise", "swiglu", "head_memory"} and step.VARIANTS["ours:tiled"].flags == {
-        "tiled_mlp": True
-    }
+    assert named == off | {"rematerialise", "swiglu", "head_memory"}
+    assert step.VARIANTS["ours:tiled"].flags == {"tiled_mlp": True}
     assert step.SWITCHED["ours:long"].keys() == {"activation_offloading", "keep_attention", "tiled_mlp"}
 
 
@@ -330,14 +326,12 @@ def test_smoke_end_to_end(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def children_run_references(monkeypatch):
-    """Nor what runs in this process. The interpreter is slow, and what kernels compute is tested
-    elsewhere."""
+    """As in this process: the interpreter is slow, and kernels are tested elsewhere."""
     monkeypatch.setattr(_op, "_KERNEL_DEVICES", _op._KERNEL_DEVICES - {"cpu"})
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 def spec(tmp_path, **changes):
-    """That of ours with ``--model tiny``, on a CPU."""
     a = step.parse(["--model", "tiny", "--batch", "2", "--seq", "32", "--steps", "3", "--warmup", "1"])
     generator = torch.Generator().manual_seed(3)
     torch.save(torch.randint(0, 500, (4096,), generator=generator, dtype=torch.int32), tmp_path / "tiny.pt")
@@ -378,8 +372,7 @@ def test_a_child_that_finds_another_package_fails_and_says_so(tmp_path, monkeypa
 
 
 def test_batches(tmp_path):
-    """Labels are masked at random, rows end and are padded; ranks have different batches, the
-    same each time."""
+    """Labels are masked at random, rows padded; ranks have other batches, the same each time."""
     of = lambda rank, rows=8, **more: list(
         step_child.batches(spec(tmp_path, masked=0.5, gpus=2) | more, rows, rank, torch.device("cpu"))
     )
@@ -398,8 +391,7 @@ def test_batches(tmp_path):
 
 
 def test_options_train_the_same_model(tmp_path):
-    """In this process: checkpointing does not change the losses, AdamW and adapters do, and a
-    trial measures nothing."""
+    """Checkpointing does not change the losses, AdamW does; a trial measures nothing."""
     rows = lambda **changes: step_child.measure(spec(tmp_path, package=None, **changes))["rows"]
     (plain,) = rows()
     (checkpointed,) = rows(checkpointing=True)

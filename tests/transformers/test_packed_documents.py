@@ -20,25 +20,29 @@ from liger_kernel.train.model import check_packing
 from liger_kernel.transformers import documents
 from liger_kernel.transformers.patching.apply import _apply_liger_kernel_to_instance
 
-CONV = {"num_hidden_layers": 16, "layer_types": ["full_attention", "conv"] * 8}
-ATTENTION = {"num_hidden_layers": 16, "layer_types": ["full_attention"] * 16}
-# the first layer that carries a state, for configurations with layers of several kinds
-CARRYING = {
-    "qwen3_next": ({}, "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)"),
-    "lfm2": (CONV, "model.layers.1.conv (Lfm2ShortConv)"),
-    "granitemoehybrid": ({}, "model.layers.0.mamba (GraniteMoeHybridMambaLayer)"),
-    "rwkv": ({}, "rwkv.blocks.0.attention (RwkvSelfAttention)"),
-    "minimax": ({}, "model.layers.1.self_attn (MiniMaxLightningAttention)"),
+SIXTEEN = {"num_hidden_layers": 16, "layer_types": ["full_attention"] * 16}
+CONV = SIXTEEN | {"layer_types": ["full_attention", "conv"] * 8}
+# what a model of this type and configuration has -> its first layer that carries a state, or attention that reads
+# no positions: masks of these families do not say where documents end
+JOINING = {
+    ("qwen3_next", None): "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet) carries",
+    ("lfm2", "conv"): "model.layers.1.conv (Lfm2ShortConv) carries",
+    ("granitemoehybrid", None): "model.layers.0.mamba (GraniteMoeHybridMambaLayer) carries",
+    ("rwkv", None): "rwkv.blocks.0.attention (RwkvSelfAttention) carries",
+    ("minimax", None): "model.layers.1.self_attn (MiniMaxLightningAttention) carries",
+    ("opt", None): "(OPTAttention) sees",
+    ("granitemoehybrid", "attention"): "(GraniteMoeHybridAttention) sees",
 }
-PAIRS = words("""
+APART = [(name, None) for name in ("llama", "gpt2", "mixtral", "gemma3_text")] + [("lfm2", "attention")]
+OFTEN = list(JOINING)
+MORE = words("""
     bailing_hybrid=BailingHybridDeltaAttention bamba=BambaMixer falcon_h1=FalconH1Mixer falcon_mamba=FalconMambaMixer
     inkling_text=InklingShortConvolution jamba=JambaMambaMixer kimi_linear=KimiLinearDeltaAttention lfm3=Lfm3ShortConv
     mamba=MambaMixer mamba2=Mamba2Mixer nemotron_h=NemotronHMamba2Mixer olmo_hybrid=OlmoHybridGatedDeltaNet
     qwen3_5_moe_text=Qwen3_5MoeGatedDeltaNet qwen3_5_text=Qwen3_5GatedDeltaNet xlstm=xLSTMLayer
     recurrent_gemma=RecurrentGemmaRecurrentBlock zamba=ZambaMambaMixer zamba2=Zamba2MambaMixer zaya=ZayaCCAProjection
 """)
-CARRYING_TOO = dict(pair.split("=") for pair in PAIRS)
-APART = {"llama": {}, "gpt2": {}, "mixtral": {}, "gemma3_text": {}, "lfm2": ATTENTION}
+JOINING |= {(name, None): f"({layer}) carries" for name, layer in (pair.split("=") for pair in MORE)}
 
 
 def untrained(model_type, **config):
@@ -46,26 +50,15 @@ def untrained(model_type, **config):
         return transformers.AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**config))
 
 
-@pytest.mark.parametrize("model_type", [*CARRYING, *further(*CARRYING_TOO)])
-def test_layers_that_carry_a_state(model_type):
+@pytest.mark.parametrize("model_type, layers", [*OFTEN, *APART, *further(*(JOINING.keys() - OFTEN))])
+def test_layers_that_join_documents(model_type, layers):
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"stock of {transformers.__version__}: it lacks {model_type}")
-    config, layer = CARRYING.get(model_type) or ({}, CARRYING_TOO[model_type])
-    found = documents.joining(untrained(model_type, **config))
-    assert layer in found.layer and not found.attention
+    found = documents.joining(untrained(model_type, **{None: {}, "conv": CONV, "attention": SIXTEEN}[layers]))
+    assert JOINING.get((model_type, layers), "None") in str(found)
 
 
-@pytest.mark.parametrize("model_type", APART)
-def test_attention_keeps_documents_apart(model_type):
-    assert documents.joining(untrained(model_type, **APART[model_type])) is None
-
-
-@pytest.mark.parametrize("model_type, config", [("opt", {}), ("granitemoehybrid", ATTENTION)])
-def test_attention_that_reads_no_positions(model_type, config):
-    """Masks of these families do not say where documents end."""
-    assert documents.joining(untrained(model_type, **config)).attention
-
-
+CONVOLUTION = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"])
 IDS = torch.arange(3, 15)[None]
 POSITIONS = torch.cat((torch.arange(5), torch.arange(7)))[None]
 
@@ -101,7 +94,7 @@ def test_a_patched_model_warns_once():
 
 def test_bounds_of_documents_warn_without_a_look_at_positions(monkeypatch):
     monkeypatch.setattr(documents, "_packed", None)
-    model = patched("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    model = patched("lfm2", **CONVOLUTION)
     bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
     assert len(said(model, position_ids=POSITIONS, cu_seq_lens_q=bounds)) == 1
 
@@ -132,36 +125,22 @@ def test_a_configuration_without_tiny_sizes(monkeypatch):
     assert "MambaMixer" in documents.joining(untrained("mamba")).layer
 
 
-def test_models_of_attention_do_not_warn():
-    assert not said(patched("llama"), position_ids=POSITIONS)
-
-
-def test_positions_are_seldom_looked_at(monkeypatch):
-    """A look is a wait for the GPU."""
+@pytest.mark.parametrize("waits, joins, times", [(False, False, 10), (True, True, 10), (True, False, 0)])
+def test_positions_are_seldom_looked_at(waits, joins, times, monkeypatch):
+    """Where a look is a wait for the GPU, never if no layer joins documents."""
     looks = []
+    monkeypatch.setattr(documents, "_waits", lambda _: waits)
     monkeypatch.setattr(documents, "_packed", lambda *_: looks.append(1))
-    model = torch.nn.Linear(1, 1)
+    model = patched("lfm2", **CONVOLUTION) if joins else patched("llama")
     for _ in range(1000):
         documents.warn_if_joined(model, {"position_ids": POSITIONS})
-    assert len(looks) == 10
-
-
-@pytest.mark.parametrize("joins", [False, True])
-def test_models_that_keep_documents_apart_never_wait(joins, monkeypatch):
-    looks = []
-    monkeypatch.setattr(documents, "_waits", lambda _: True)
-    monkeypatch.setattr(documents, "_packed", lambda *_: looks.append(1))
-    layers = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"]) if joins else {}
-    model = patched("lfm2" if joins else "llama", **layers)
-    for _ in range(3):
-        documents.warn_if_joined(model, {"position_ids": POSITIONS})
-    assert len(looks) == (2 if joins else 0)
+    assert len(looks) == times
 
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrid")
-    tiny_model("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"]).config.save_pretrained(folder)
+    tiny_model("lfm2", **CONVOLUTION).config.save_pretrained(folder)
     return folder
 
 

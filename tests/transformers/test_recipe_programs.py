@@ -27,10 +27,9 @@ B, T, H, V = 2, 5, 8, 11
 Step = tuple[str, Callable[..., Any], int]  # what it says, what it does, of how many tensors
 
 
-def _in_place(change: Callable[[torch.Tensor], Any], learns: bool = True) -> Callable:
-    def run(x):
-        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            change(x)
+def _in_place(change: Callable) -> Callable:
+    def run(*operands):
+        change(*operands)
 
     return run
 
@@ -60,7 +59,6 @@ def steps(rng: random.Random, look: int | None = None) -> Step:
     of_one = {
         "float": lambda x: x.float(),
         "double": lambda x: x.to(torch.float64),
-        "to same": lambda x: x.to(x.dtype),
         "to keyword": lambda x: x.to(dtype=torch.float32),
         "contiguous": lambda x: x.contiguous(),
         "clone": lambda x: x.clone(),
@@ -70,7 +68,6 @@ def steps(rng: random.Random, look: int | None = None) -> Step:
         f"/ {c}": lambda x: x / c,
         f"{c} -": lambda x: c - x,
         "torch.mul": lambda x: torch.mul(x, c),
-        "torch.div": lambda x: torch.div(x, c),
         "tensor scale": lambda x: x * torch.tensor(c, device=DEVICE),
         "tanh": lambda x: x.tanh(),
         "torch.tanh": lambda x: torch.tanh(x),
@@ -82,42 +79,30 @@ def steps(rng: random.Random, look: int | None = None) -> Step:
         "reshape": lambda x: x.reshape(-1, V),
         "reshape(shape=)": lambda x: x.reshape(shape=(-1, V)),
         "view 4": lambda x: x.view(1, -1, 1, V),
-        "view as": lambda x: x.view_as(x),
         "flatten": lambda x: x.flatten(0, -2),
         "flatten all": lambda x: x.flatten(),
         "unsqueeze": lambda x: x.unsqueeze(0),
-        "squeeze": lambda x: x.squeeze(),
         "[None]": lambda x: x[None],
         "[..., :-1, :]": lambda x: x[..., :-1, :],
         f"[:, -{n}:]": lambda x: x[:, -n:],
         "[0]": lambda x: x[0],
-        "[-1:]": lambda x: x[-1:],
         "[::2]": lambda x: x[::2],
         "[tensor]": lambda x: x[torch.tensor([0, -1], device=DEVICE)],
         "[mask]": lambda x: x[torch.arange(x.shape[0], device=DEVICE) % 2 == 0],
         "[..., columns]": lambda x: x[..., 2:7],
         "narrow": lambda x: x.narrow(-2, 0, 1),
-        "select": lambda x: x.select(0, 0),
         "split": lambda x: x.split(1)[-1],
         "chunk": lambda x: torch.chunk(x, 2)[0],
         "transpose": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
-        "movedim": lambda x: x.movedim(0, -2),
         "log_softmax": lambda x: x.log_softmax(-1),
-        "F.softmax": lambda x: F.softmax(x, dim=-1),
         "masked_fill": lambda x: x.masked_fill(columns > 0.8, -5.0),
         "where": lambda x: torch.where(columns > 0.3, x, 0.1),
-        "roll": lambda x: x.roll(1, 0),
-        "expand": lambda x: x.expand_as(x),
-        "repeat": lambda x: x.repeat_interleave(2, 0),
-        "autocast": lambda x: (x.float() * 1.0).to(x.dtype),
     }
     of_two = {
         "+": lambda x, y: x + y,
         "cat": lambda x, y: torch.cat((x, y)),
-        "stack": lambda x, y: torch.stack((x, y)).sum(0),
         "where of two": lambda x, y: torch.where(x > y, x, y),
-        "copy_": lambda x, y: x.copy_(y * 0.5) and None,
-        "lerp": lambda x, y: torch.lerp(x, y, 0.25),
+        "copy_": _in_place(lambda x, y: x.copy_(y * 0.5)),
     }
     in_place = {
         f"mul_ {c}": _in_place(lambda x: x.mul_(c)),
@@ -125,7 +110,7 @@ def steps(rng: random.Random, look: int | None = None) -> Step:
         "add_ columns": _in_place(lambda x: x.add_(columns)),
         "setitem": _in_place(lambda x: x.__setitem__((..., 0), -3.0)),
         "fill a row": _in_place(lambda x: x[0].zero_()),
-        "uncounted": _in_place(lambda x: x.mul_(0.5), learns=False),
+        "uncounted": _a_look(_in_place(lambda x: x.mul_(0.5))),
         f"*= {c}": _augmented(f"x *= {c}"),
         f"/= {c}": _augmented(f"x /= {c}"),
         "+= 1": _augmented("x += 1"),
@@ -133,13 +118,10 @@ def steps(rng: random.Random, look: int | None = None) -> Step:
     looks = {
         "argmax": _a_look(lambda x: x.argmax(-1)),
         "shape": lambda x: torch.tensor(x.shape),
-        "sum": lambda x: x.sum(),
         "item": _a_look(lambda x: torch.tensor(x.sum().item())),
         "tolist": _a_look(lambda x: torch.tensor(x.detach().tolist())),
         "as_tensor": lambda x: torch.as_tensor(x) * 1.0,
-        "isinstance": lambda x: torch.tensor(
-            isinstance(x, torch.Tensor) and torch.is_tensor(x) and x.is_floating_point()
-        ),
+        "isinstance": lambda x: torch.tensor(isinstance(x, torch.Tensor) and torch.is_tensor(x)),
         "requires_grad": lambda x: torch.tensor(x.requires_grad),
         "numpy": _a_look(lambda x: torch.as_tensor(x.detach().cpu().numpy())),
         "lse": lambda x: x.logsumexp(-1).sum(),
@@ -148,7 +130,6 @@ def steps(rng: random.Random, look: int | None = None) -> Step:
         "in": lambda x: torch.tensor(100.0 in x),
         "numpy scalar": lambda x: np.float32(2) * x,
         "float(memory_format=)": lambda x: x.float(memory_format=torch.contiguous_format),
-        "contiguous(memory_format=)": lambda x: x.contiguous(memory_format=torch.contiguous_format),
         "size(dim=)": lambda x: torch.tensor(x.size(dim=-1)),
         "reversed": lambda x: next(iter(reversed(x))),
         "repr": lambda x: torch.tensor(len(repr(x)) > 50),
@@ -157,9 +138,7 @@ def steps(rng: random.Random, look: int | None = None) -> Step:
         "tree": lambda x: torch.utils._pytree.tree_map(lambda t: t * 2, {"logits": [x]})["logits"][0],
         "graph": lambda x: torch.tensor([x.grad_fn is not None, x.is_leaf]),
         "data": lambda x: x.data * 1.0,
-        "T": lambda x: x.mT,
         "memory": lambda x: torch.tensor([*x.stride(), x.untyped_storage().nbytes()]),
-        "type": lambda x: torch.tensor(x.type() == x.detach().type()),
         "sizes": lambda x: torch.tensor([x.element_size(), x.numel(), x.nbytes, x.itemsize]),
         "checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda t: t.tanh() * 2, x, use_reentrant=False),
     }
@@ -180,22 +159,17 @@ def _loss_of(x: torch.Tensor, g: int) -> torch.Tensor:
     return x.square().mean() if x.is_floating_point() and x.numel() else torch.zeros((), device=DEVICE)
 
 
-def run(
-    program: list[tuple[Step, int, int]], losses: list[int], first: Any, leaves: tuple
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What the program saw, its loss last, and the gradients of ``leaves``."""
+def run(program: list[tuple[Step, int, int]], losses: list[int], first: Any, leaves: tuple) -> list[torch.Tensor]:
+    """What the program saw, its loss, and the gradients of ``leaves``."""
     pool, seen = [first], []
     for (_, step, operands), i, j in program:
         out = step(*(pool[k % len(pool)] for k in (i, j)[:operands]))
         if isinstance(out, torch.Tensor):
             seen.append(out) if out.ndim == 0 or not out.is_floating_point() else pool.append(out)
-    loss = sum(_loss_of(pool[k % len(pool)], k) for k in losses) + sum(
-        (s for s in seen if s.is_floating_point() and s.requires_grad), torch.zeros((), device=DEVICE)
-    )
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else (None,) * len(leaves)
-    return [*(s.detach() for s in seen), loss.detach()], [
-        torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves)
-    ]
+    loss = sum(_loss_of(pool[k % len(pool)], k) for k in losses) + sum(s for s in seen if s.requires_grad)
+    nothing = [torch.zeros_like(p) for p in leaves]
+    grads = torch.autograd.grad(loss, leaves, materialize_grads=True) if loss.requires_grad else nothing
+    return [*(s.detach() for s in seen), loss.detach(), *grads]
 
 
 @pytest.mark.parametrize("group", range(-(-PROGRAMS // GROUP)))
@@ -216,13 +190,10 @@ def test_a_program_sees_the_logits(group):
             except Exception:  # shapes that do not fit, changes that autograd refuses
                 continue
             compared += 1
-            told = f"program {seed}: {[name for (name, *_), _, _ in program]}, losses of {losses}"
             try:
                 found = run(program, losses, deferred(head, hidden, LossRequest()), leaves)
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
             except Exception as error:
+                told = f"program {seed}: {[name for (name, *_), _, _ in program]}, losses of {losses}"
                 raise AssertionError(told) from error
-            for a, b in zip([*expected[0], *expected[1]], [*found[0], *found[1]], strict=True):
-                torch.testing.assert_close(
-                    b, a, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda m, told=told: f"{told}\n{m}"
-                )
     assert compared > GROUP // 4

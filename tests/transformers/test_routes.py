@@ -1,7 +1,7 @@
 import peft
 import pytest
 import torch
-from hf_models import assert_same_bits, tiny_model
+from hf_models import assert_same_bits, step, tiny_model
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, record_routes, replay_routes
 
@@ -18,11 +18,8 @@ def made(family, patched=True):
     return model
 
 
-def step(model, ids=IDS):
-    model.zero_grad()
-    out = model(input_ids=ids, labels=ids, use_cache=False)
-    out.loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def learnt(model):
+    return step(model, {"input_ids": IDS, "labels": IDS})[1]
 
 
 def others(routes):
@@ -34,19 +31,19 @@ def others(routes):
 def test_what_was_recorded_is_chosen_again(family):
     model = made(family)
     with record_routes(model) as routes:
-        live = step(model)
+        live = learnt(model)
     with record_routes(model) as again, replay_routes(model, routes):
-        assert_same_bits(step(model), live)
+        assert_same_bits(learnt(model), live)
     assert [torch.equal(*pair) for pair in zip(routes, again)] == [True] * len(routes)
     given = others(routes)
     with record_routes(model) as again, replay_routes(model, given):
-        moved = step(model)
+        moved = learnt(model)
     assert all(torch.equal(a, b) for a, b in zip(again, given))
     router = next(name for name in live if name.endswith(("gate.weight", "router.weight", "router.layer.weight")))
     assert moved[router].any() and not torch.equal(moved[router], live[router])
     with replay_routes(model, [torch.full_like(r, -1) for r in routes]):
-        assert_same_bits(step(model), live)
-    assert_same_bits(step(model), live)  # nothing is left
+        assert_same_bits(learnt(model), live)
+    assert_same_bits(learnt(model), live)  # nothing is left
 
 
 def test_weights_are_those_of_the_live_router():
@@ -80,13 +77,13 @@ def test_experts_of_groups_that_are_not_chosen_have_scores():
 def test_checkpointed_layers_choose_the_same_again():
     model = made("qwen3_moe")
     with record_routes(model) as routes:
-        step(model)
+        learnt(model)
     given = others(routes)
     with replay_routes(model, given):
-        plain = step(model)
+        plain = learnt(model)
     model.gradient_checkpointing_enable()
     with record_routes(model) as once, replay_routes(model, given):
-        assert_same_bits(step(model), plain)
+        assert_same_bits(learnt(model), plain)
     assert [r.shape for r in once] == [r.shape for r in routes]
 
 
@@ -95,12 +92,12 @@ def test_adapters_of_the_experts():
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=names))
     with record_routes(model) as routes:
-        live = step(model)
+        live = learnt(model)
     with replay_routes(model, routes):
-        assert_same_bits(step(model), live)
+        assert_same_bits(learnt(model), live)
     given = others(routes)
     with replay_routes(model, given), record_routes(model) as again:
-        step(model)
+        learnt(model)
     assert torch.equal(torch.stack(again), torch.stack(given))
 
 
@@ -125,7 +122,7 @@ def test_refused():
         with pytest.raises(ValueError, match=said), replay_routes(model, [wrong.long()] * 2):
             model(IDS)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-    assert_same_bits(step(model), step(made("qwen3_moe")))  # nor is a choice left open
+    assert_same_bits(learnt(model), learnt(made("qwen3_moe")))  # nor is a choice left open
     phimoe = made("phimoe")
     with pytest.raises(ValueError, match=r"layers\.0\.mlp must choose its experts by topk"), record_routes(phimoe):
         phimoe(IDS)

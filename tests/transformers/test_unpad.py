@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_models import DEVICE, assert_same_learning, checkpointed, make, step, stock
+from hf_models import DEVICE, assert_same_learning, make, step, stock
 from quick import further
 from test_attention import documents_in_a_loop, serve
 from watching import Watch
@@ -132,16 +132,6 @@ def test_flash_attention_gets_the_bounds(monkeypatch):
     assert_same_learning(step(ours, batch("left"))[1], want, 1e-5)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_run_again_as_they_ran(reentrant, packed):
-    padded, ours = model_of("gemma3_text", False), model_of("gemma3_text", keep_attention=True)
-    checkpointed(ours, reentrant)
-    if reentrant:
-        ours.enable_input_require_grads()  # a hook, but not of a layer
-    assert_same_learning(step(ours, batch())[1], step(padded, batch())[1], 1e-5)
-    assert packed
-
-
 @pytest.mark.parametrize("as_embeddings", [False, True])
 def test_hidden_states_come_back_in_the_padded_shape(as_embeddings):
     padded, ours = (model_of("llama", flag).model.eval() for flag in (False, True))
@@ -157,29 +147,18 @@ def test_hidden_states_come_back_in_the_padded_shape(as_embeddings):
     assert found.shape == want.shape and not found[~real].any()
 
 
-def counting(text: dict) -> dict:
-    return text | dict(labels=text["input_ids"])
-
-
-def four_dims(text: dict) -> dict:
-    return text | dict(attention_mask=torch.ones(3, 1, T, T, device=DEVICE).tril().bool())
-
-
+OF_PAIRS = torch.ones(3, 1, T, T, device=DEVICE).tril().bool()
+DYNAMIC = dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))
 # what is asked -> the model, its configuration, the batch, and the reason
 REASONS = {
     "states": ("llama", {}, lambda b: b | dict(output_hidden_states=True), "output_hidden_states is True"),
-    "labels": ("llama", {}, counting, "labels count at padding"),
-    "mask": ("llama", {}, four_dims, "attention_mask is not of its tokens"),
+    "labels": ("llama", {}, lambda b: b | dict(labels=b["input_ids"]), "labels count at padding"),
+    "mask": ("llama", {}, lambda b: b | dict(attention_mask=OF_PAIRS), "attention_mask is not of its tokens"),
     "axes": ("qwen2_vl", {}, lambda b: b | dict(position_ids=PLACE.expand(3, 3, T).to(DEVICE)), "several axes"),
     "eager": ("llama", dict(attends="eager"), dict, "its attention is eager"),
     "state": ("jamba", {}, dict, "layers.0.mamba (JambaMambaMixer) carries its state"),
     "inside": ("qwen3_next", {}, lambda _: batch("inside"), "recurrent layers lose a part of their state"),
-    "rope": (
-        "llama",
-        dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)),
-        dict,
-        "rope of the kind dynamic",
-    ),
+    "rope": ("llama", DYNAMIC, dict, "rope of the kind dynamic"),
     "places": ("llama4_text", {}, dict, "Llama4TextAttention numbers tokens"),
 }
 

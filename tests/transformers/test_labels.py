@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import lora
 from hf_models import DEVICE, assert_same_learning, make, tokens
+from quick import further
 from torch import Tensor, nn
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -21,11 +23,6 @@ B, T = 2, 12
 
 
 pytestmark = pytest.mark.usefixtures("models_by_references")
-
-
-def patched(model: nn.Module) -> nn.Module:
-    _apply_liger_kernel_to_instance(model=model)
-    return model
 
 
 def micro_batch(r: random.Random, packed: bool) -> dict[str, Tensor]:
@@ -57,13 +54,9 @@ def micro_batch(r: random.Random, packed: bool) -> dict[str, Tensor]:
     return batch
 
 
-def counted(batches: list[dict[str, Tensor]]) -> int:
-    """As transformers' Trainer counts labels."""
-    return sum(int((b["labels"] != IGNORE).sum()) for b in batches)
-
-
-def divisors(r: random.Random, n: int) -> Any:
-    """What ``num_items_in_batch`` may be; nothing at all, too."""
+def divisors(r: random.Random, batches: list[dict[str, Tensor]]) -> Any:
+    """What ``num_items_in_batch`` may be, counted as transformers' Trainer does; nothing at all, too."""
+    n = sum(int((b["labels"] != IGNORE).sum()) for b in batches)
     numbers = None, n, float(n), torch.tensor(n), torch.tensor([n]), torch.tensor(float(n)), 0, torch.tensor(0)
     return r.choice([{}, *({"num_items_in_batch": v} for v in numbers)])
 
@@ -92,15 +85,25 @@ def assert_same(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> None:
 
 
 @functools.cache
-def models(model_type: str) -> tuple[nn.Module, nn.Module]:
-    more = {"tie_word_embeddings": True} if model_type == "gemma2" else {}
-    return patched(make(model_type, **more)).train(), make(model_type, **more).train()
+def models(kind: str) -> list[nn.Module]:
+    found = []
+    for ours in (True, False):
+        model = make("gemma2", tie_word_embeddings=True) if kind == "tied" else make("llama")
+        if ours:
+            _apply_liger_kernel_to_instance(model)
+        if kind == "lora":
+            model = lora(model, target_modules=["q_proj", "lm_head"])
+        found.append(model.train())
+        if kind == "compiled":
+            found[-1] = torch.compile(model, backend="aot_eager")
+    return found
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_forward(seed):
+@pytest.mark.parametrize("kind", ["llama", "tied", "lora", *further("compiled")])
+@pytest.mark.parametrize("seed", range(25))
+def test_forward(seed, kind):
     r = random.Random(seed)
-    ours, stock = models(r.choice(["llama", "llama", "gemma2"]))
+    ours, stock = models(kind)
     batches = [micro_batch(r, packed=r.random() < 0.3) for _ in range(r.choice([1, 1, 2, 4]))]
-    how = dict(scale=r.choice([1.0, 1 / len(batches)]), **divisors(r, counted(batches)))
+    how = dict(scale=r.choice([1.0, 1 / len(batches)]), **divisors(r, batches))
     assert_same(learned(ours, batches, **how), learned(stock, batches, **how))

@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from hf_models import DEVICE, group_of_one, make, served_by_kernels_or_references, step
+from adapters import lora
+from hf_models import DEVICE, group_of_one, make, step
 from quick import further
 from torch import nn
 from watching import noted
@@ -19,7 +20,6 @@ from liger_kernel.ops.projections.linear import LinearsFunction
 from liger_kernel.ops.projections.mlp import AdaptedMLPFunction
 from liger_kernel.transformers import quantize, quantize_base
 
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and float8.lacking(torch.device(DEVICE)) is not None, reason="this GPU has no FP8"
 )
@@ -31,13 +31,6 @@ def small(monkeypatch):
     monkeypatch.setattr(quantize, "SMALL", 0)
 
 
-@pytest.fixture
-def fast():
-    """Without interpreted kernels."""
-    with served_by_kernels_or_references():
-        yield
-
-
 def llama(dtype: torch.dtype = torch.bfloat16, **more) -> nn.Module:
     return make("llama", dtype, num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16, **more)
 
@@ -47,9 +40,7 @@ def layers(model: nn.Module) -> dict[str, LigerFloat8Linear]:
 
 
 def adapted(model: nn.Module, **more) -> nn.Module:
-    torch.manual_seed(0)
-    options = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | more
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(**options))
+    wrapped = lora(model, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=True, **more)
     for name, p in sorted(wrapped.named_parameters()):
         if "lora_B" in name:
             nn.init.normal_(p, std=0.1)
@@ -111,7 +102,7 @@ def test_nodes_serve_adapters_over_it(recipe, autocast, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_rowwise"])
-def test_a_layer_is_saved_copied_and_moved(recipe, fast):
+def test_a_layer_is_saved_copied_and_moved(recipe, models_by_references):
     def made(seed):
         torch.manual_seed(seed)
         return LigerFloat8Linear.of(nn.Linear(48, 32, dtype=torch.bfloat16).to(DEVICE), recipe)
@@ -157,7 +148,7 @@ def test_the_transpose_is_of_what_is_multiplied_now(monkeypatch):
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}], ids=["lora", "dora"])
 @pytest.mark.parametrize("safe", [False, True])
-def test_merging_is_a_cast_of_the_sum(safe, more, fast):
+def test_merging_is_a_cast_of_the_sum(safe, more, models_by_references):
     model = llama(torch.float32)
     quantize_base(model)
     model = adapted(model, **more)

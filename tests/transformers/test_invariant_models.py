@@ -6,17 +6,8 @@ import weakref
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    CompileConfig,
-    Gemma2Config,
-    Gemma3nTextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    PhimoeConfig,
-    Qwen3MoeConfig,
-)
+from hf_models import make
+from transformers import CompileConfig
 
 from liger_kernel.ops import linear_logprobs
 from liger_kernel.ops._core.invariance import is_invariant
@@ -24,29 +15,17 @@ from liger_kernel.parallel import parallelize
 from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch, apply_liger_kernel_to_llama, restore
 
 pytestmark = pytest.mark.usefixtures("exact_dots")
-SIZES = dict(
-    hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=96, head_dim=16,
-)  # fmt: skip
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
-GEMMA3N = dict(
-    vocab_size_per_layer_input=96, hidden_size_per_layer_input=8, num_kv_shared_layers=0, laurel_rank=4,
-    layer_types=["full_attention"] * 2, activation_sparsity_pattern=[0.0, 0.0],
-)  # fmt: skip
-DYNAMIC = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
 NEVER = [
-    (LlamaConfig, dict(rope_parameters=DYNAMIC), "LlamaForCausalLM cannot be so: rope of the kind dynamic"),
-    (GPT2Config, dict(resid_pdrop=0.1), r"drop \(Dropout\) cannot be so: it draws .*: p must be 0, got 0.1"),
-    (MixtralConfig, dict(EXPERTS, router_jitter_noise=0.5), "it draws .*: router_jitter_noise must be 0, got 0.5"),
-    (PhimoeConfig, EXPERTS, "router .* it draws"),
-    (Gemma3nTextConfig, GEMMA3N, "altup .* its means"),
+    ("llama", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)), "rope of the kind dynamic"),
+    ("mixtral", dict(router_jitter_noise=0.5), "it draws .*: router_jitter_noise must be 0, got 0.5"),
+    ("phimoe", {}, "router .* it draws"),
+    ("gemma3n_text", {}, "altup .* its means"),
 ]
 LENGTHS = [3, 17, 9]
 
 
-def make(config=LlamaConfig, **more):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config(**SIZES | more)).train()
+def model_of(model_type="llama", attention="sdpa", **more):
+    return make(model_type, attention=attention, vocab_size=96, **more).cpu().train()
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +65,7 @@ def differing(model) -> int:
 
 def test_a_dense_model_with_adapters():
     peft = pytest.importorskip("peft")
-    model = make()
+    model = model_of()
     assert differing(model) > 0
     adapters = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], init_lora_weights=False
@@ -100,7 +79,7 @@ def test_a_dense_model_with_adapters():
 
 
 def test_experts():
-    model = make(Qwen3MoeConfig, **EXPERTS | dict(num_hidden_layers=1))
+    model = model_of("qwen3_moe", num_hidden_layers=1)
     with pytest.raises(
         ValueError, match=r"batch_invariant: model.layers.0.mlp.experts \(\w+\) cannot be so: its experts"
     ):
@@ -110,21 +89,25 @@ def test_experts():
 
 
 def test_what_is_refused():
-    model = make()
+    model = model_of()
     with pytest.raises(ValueError, match=r"input_layernorm \(LlamaRMSNorm\) cannot be so: its norm is stock"):
         patch(model, batch_invariant=True, rms_norm=False)
     assert type(model.model.layers[0].mlp).forward.__module__.startswith("transformers.")  # as it was
     with pytest.raises(ValueError, match="batch_invariant: it must be requested of a model that is built"):
         apply_liger_kernel_to_llama(batch_invariant=True)
-    gemma = make(Gemma2Config)
+    gemma = model_of("gemma2", "eager")
     with pytest.raises(ValueError, match=r"batch_invariant: (sdpa does not serve gemma2|.* no dropout, softcap)"):
         patch(gemma, batch_invariant=True)
         differing(gemma)  # by other releases of Transformers
     del gemma
-    for config, more, why in NEVER:
+    for model_type, more, why in NEVER:
         with pytest.raises(ValueError, match=rf"batch_invariant: .*{why}"):
-            patch(make(config, **more), batch_invariant=True)
-    model = make(attention_dropout=0.5)
+            patch(model_of(model_type, **more), batch_invariant=True)
+    model = model_of("gpt2")
+    model.transformer.drop.p = 0.1
+    with pytest.raises(ValueError, match=r"drop \(Dropout\) cannot be so: it draws .*: p must be 0, got 0.1"):
+        patch(model, batch_invariant=True)
+    model = model_of(attention_dropout=0.5)
     patch(model, batch_invariant=True)
     with pytest.raises(ValueError, match="layer 0's LlamaAttention must have no dropout"):
         model(torch.ones(1, 3, dtype=torch.long))
@@ -132,7 +115,7 @@ def test_what_is_refused():
 
 
 def test_the_switch_is_held_by_models():
-    model, other = make(), make()
+    model, other = model_of(), model_of()
     for each in (model, model, other):
         patch(each, batch_invariant=True)
     restore(model)
@@ -146,7 +129,7 @@ def test_the_switch_is_held_by_models():
 
 def test_nobody_compiles_it():
     """Neither the caller, all or a layer of it, nor ``generate`` by itself."""
-    model, ids = make(), torch.ones(1, 3, dtype=torch.long)
+    model, ids = model_of(), torch.ones(1, 3, dtype=torch.long)
     patch(model, batch_invariant=True)
     with pytest.raises(ValueError, match=r"the model must run uncompiled, got torch\.compile"):
         torch.compile(model, backend="eager")(ids)
@@ -166,11 +149,11 @@ def test_nobody_compiles_it():
 
 
 def test_ranks_have_whole_rows():
-    model = make()
+    model = model_of()
     model.config._attn_implementation_internal = "ulysses_sdpa"
     with pytest.raises(ValueError, match="batch_invariant: ranks must have whole rows, got mode ulysses"):
         patch(model, batch_invariant=True)
-    model = make()
+    model = model_of()
     patch(model, batch_invariant=True)
     for mode in ("tp", "ulysses", "ulysses-fsdp2"):
         with pytest.raises(ValueError, match=f"mode must be none, ddp or fsdp2 with batch invariance, got {mode}"):

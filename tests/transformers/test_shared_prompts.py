@@ -1,18 +1,15 @@
 """Prompts computed once: the same log-probabilities and gradients as of padded rows."""
 
 import functools
-import itertools
 
 import hf_models
 import pytest
 import torch
-import torch.nn.functional as F
-from adapters import lora
 from hf_models import DEVICE, assert_same_learning, checkpointed, make, step
 from torch import Tensor
 
 from liger_kernel.transformers import _apply_liger_kernel_to_instance, answer_logprobs, prefix_attention, shared_prompts
-from liger_kernel.transformers.patching import patches, unpad
+from liger_kernel.transformers.patching import patches
 from liger_kernel.transformers.prompt_trees import Prompts
 
 pytestmark = pytest.mark.usefixtures("models_by_references")
@@ -132,21 +129,9 @@ def test_what_is_stock_checkpointed_or_unpads_shares_prompts_too(served, rows):
     assert rows.count(TOKENS) == 3
 
 
-def test_adapters_share_prompts(served, rows):
-    def learning():
-        model = lora(model_of("llama", False))
-        _apply_liger_kernel_to_instance(model)
-        return model
-
-    want = step(learning(), batch())[1]
-    assert_same_learning(shared(learning()), want, 1e-5)
-    assert rows == [TOKENS]
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("prompts", [1, 2])  # of a single one, cuDNN computes the second call on Hopper
 def test_attention_in_16_bits(prompts, monkeypatch):
-    """Beside plain PyTorch in fp32."""
     span = lambda of_q, of_k, causal: prefix_attention.Span(
         *(torch.tensor([0, *n]).cumsum(0, dtype=torch.int32) for n in (of_q, of_k)), max(of_q), max(of_k), causal
     )
@@ -218,27 +203,6 @@ def test_a_recurrent_layer_says_why_and_runs_as_it_was(rows):
         texts = said(functools.partial(shared, model))
         assert len(texts) == 1 and "OlmoHybridModel computes a prompt for each" in texts[0]
     assert rows == [] and "recurrent" in texts[0]
-
-
-def test_flash_attention_without_the_prefix_form_gets_rows(monkeypatch, rows):
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    def by_rows(module, q, k, v, mask, cu_seq_lens_q=None, scaling=None, **_):
-        at = cu_seq_lens_q.tolist()
-        outs = [
-            F.scaled_dot_product_attention(*(t[:, :, i:j] for t in (q, k, v)), is_causal=True, enable_gqa=True)
-            for i, j in itertools.pairwise(at)
-        ]
-        return torch.cat(outs, 2).transpose(1, 2), None
-
-    want, model = step(model_of("llama"), batch())[1], model_of("llama")
-    unpad.reason_of_model(model.model)
-    type(ALL_ATTENTION_FUNCTIONS).register("flash_of_rows", by_rows)
-    type(ALL_MASK_ATTENTION_FUNCTIONS).register("flash_of_rows", flash_attention_mask)
-    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_of_rows")
-    assert_same_learning(shared(model), want, 1e-5)
-    assert rows == [TOKENS]
 
 
 def test_what_is_no_batch_of_answers_is_refused():

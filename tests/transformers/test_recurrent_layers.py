@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 from watching import noted
 
-from liger_kernel.transformers import _apply_liger_kernel_to_instance, restore
+from liger_kernel.transformers import _apply_liger_kernel_to_instance
 from liger_kernel.transformers.patching.report import patches_report
 from liger_kernel.transformers.recognise.families import options_of
 
@@ -77,19 +77,18 @@ def test_learns_as_stock(family, checkpointed):
     assert "causal_conv1d" in report and (rule in report) == (not family.startswith(("lfm", "inkling")))
 
 
-def packed_model_of(family):
-    if family == "glm5_next":
-        pytest.skip("its attention pools keys of the whole row; a warning says so")
-    return model_of(family)
-
-
-@EACH
-def test_a_packed_row_is_its_documents(family):
-    model = packed_model_of(family)
+def assert_as_alone(model: torch.nn.Module, call: dict) -> None:
+    """The documents of a packed row learn as alone, in each row of a call."""
     want, want_grads = alone(model)
-    found, grads = learnt(model, dict(input_ids=IDS, position_ids=PLACES))
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
-    assert_same_learning(grads, want_grads, 1e-4)
+    found, grads = learnt(model, dict(input_ids=IDS) | call)
+    torch.testing.assert_close(found, want.expand_as(found), rtol=1e-5, atol=1e-5)
+    assert_same_learning(grads, {n: len(found) * g for n, g in want_grads.items()}, 1e-4)
+
+
+# glm5_next pools keys of the whole row; a warning says so
+@pytest.mark.parametrize("family", [*FAMILIES, *further(*(name for name in MORE if name != "glm5_next"))])
+def test_a_packed_row_is_its_documents(family):
+    assert_as_alone(model_of(family), dict(position_ids=PLACES))
 
 
 def given_bounds() -> dict:
@@ -97,34 +96,22 @@ def given_bounds() -> dict:
     return {f"cu_seq_lens_{t}": bounds for t in "qk"} | {f"max_length_{t}": 8 for t in "qk"} | dict(position_ids=PLACES)
 
 
-def two_rows() -> dict:
-    return dict(input_ids=IDS.expand(2, -1), position_ids=PLACES.expand(2, -1))
-
-
-def once_for_two_rows() -> dict:
-    return dict(input_ids=IDS.expand(2, -1), position_ids=PLACES)
-
-
 # how a call says where documents begin
 SAYS = {
     "bounds": given_bounds,
     "index": lambda: dict(seq_idx=INDEX, position_ids=PLACES),
     "mask": lambda: dict(attention_mask=(INDEX.mT == INDEX).tril()[None, None], position_ids=PLACES),
-    "rows": two_rows,
-    "once": once_for_two_rows,
+    "rows": lambda: dict(input_ids=IDS.expand(2, -1), position_ids=PLACES.expand(2, -1)),
+    "once for two rows": lambda: dict(input_ids=IDS.expand(2, -1), position_ids=PLACES),
 }
 
 
 @pytest.mark.parametrize("says", SAYS)
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_how_documents_are_known(family, says):
-    model = packed_model_of(family)
+    model = model_of(family)
     model.gradient_checkpointing_enable()
-    want, want_grads = alone(model)
-    found, grads = learnt(model, dict(input_ids=IDS) | SAYS[says]())
-    torch.testing.assert_close(found, want.expand_as(found), rtol=1e-5, atol=1e-5)
-    times = len(found)
-    assert_same_learning(grads, {n: times * g for n, g in want_grads.items()}, 1e-4)
+    assert_as_alone(model, SAYS[says]())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -153,20 +140,15 @@ def test_packed_documents_are_not_continued():
         model_of("qwen3_next")(IDS, position_ids=PLACES, use_cache=True)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text"])
-def test_long_rows_on_a_cpu(family, monkeypatch):
+def test_long_rows_on_a_cpu(monkeypatch):
     """Token by token they would take longer than stock's chunks, which then run each document."""
     monkeypatch.setattr("liger_kernel.transformers.recognise.recurrences.SHORT", 4)
-    model = model_of(family)
-    want, want_grads = alone(model)
-    found, grads = learnt(model, dict(input_ids=IDS, position_ids=PLACES))
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
-    assert_same_learning(grads, want_grads, 1e-4)
+    assert_as_alone(model_of("qwen3_5_text"), dict(position_ids=PLACES))
 
 
 def test_compiles():
     """As one graph, and in two if positions have to be looked at."""
-    model = packed_model_of("lfm2").eval()
+    model = model_of("lfm2").eval()
     want = alone(model)[0]
     with torch.no_grad():
         model.model.compile(backend="eager", fullgraph=True)
@@ -185,17 +167,6 @@ def test_gated_norms_are_computed_again(monkeypatch):
     found = [step(model_of("kimi_linear", rematerialise=level))[1] for level in (False, True)]
     assert len(calls) == 1 + 2
     assert_same_bits(*found)
-
-
-def test_off_and_restored():
-    model = model_of("qwen3_next", recurrent=False)
-    off = step(model)[1]
-    assert "gated_delta_rule" not in str(patches_report(model, dict(recurrent=False))).partition("stock")[0]
-    restore(model)
-    _apply_liger_kernel_to_instance(model)
-    restore(model)
-    assert_same_learning(step(model)[1], off)
-    assert "gated_delta_rule" not in str(patches_report(model)).partition("stock")[0]
 
 
 def test_with_everything_off_nothing_changes():

@@ -11,7 +11,7 @@ from watching import noted
 
 from liger_kernel.ops._core import operator
 from liger_kernel.testing import assert_as_accurate
-from liger_kernel.transformers import class_patches, instance_patches, table
+from liger_kernel.transformers import _apply_liger_kernel_to_instance, class_patches, instance_patches, table
 from liger_kernel.transformers.recognise import experts, slots
 from liger_kernel.transformers.recognise.compare import recognise, references
 
@@ -156,3 +156,13 @@ def test_models_learn_the_same(family, path, head, calls):
     assert_same_learning(learned, expected, 5e-5)
     assert_same_bits(step(model, batch)[1], expected)
     assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("models_by_references")
+def test_the_flag_of_the_experts_decides(calls):
+    model = make("qwen3_moe", output_router_logits=True)
+    for swiglu in (False, True):
+        _apply_liger_kernel_to_instance(model=model, swiglu=swiglu, fused_linear_cross_entropy=not swiglu)
+        calls.clear()  # of the comparison with stock
+        step(model)
+        assert bool(calls) == swiglu

@@ -5,7 +5,6 @@ import copy
 import functools
 import sys
 import types
-import warnings
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,26 +79,23 @@ def trl(monkeypatch) -> Any:
     trl_head.stop()
 
 
-class Trainer:
-    def __init__(self, model: nn.Module):
-        self.model = model
-
-
 def score(trl: Any, inner_model: nn.Module, x: Tensor, outputs: tuple[str, ...] = ("entropy", "is_top1")) -> Any:
     """As the forward that TRL gives to models does."""
     w, y = inner_model.lm_head.weight, torch.arange(len(x), device=x.device) % 7
     return trl.logprobs.apply(x, w, None, y, 0.7, 256, None, 0.5, outputs)
 
 
-class Distillation(Trainer):
+class Distillation:
+    """Asks for the loss of its model as TRL's trainers do."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
     def loss(self, trl: Any, x: Tensor, beta: float, teacher: Tensor | None = None) -> Any:
-        return _of_heads(trl, x, self.model.lm_head.weight, beta, teacher)
-
-
-def _of_heads(trl: Any, x: Tensor, w: Tensor, beta: float, teacher: Tensor | None = None) -> Any:
-    t = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x.device)
-    teacher = w.detach().flip(0) if teacher is None else teacher
-    return trl.divergences.apply(x, w, None, t, teacher, None, beta, 0.7, 0.5, None, 0.25, None)
+        w = self.model.lm_head.weight
+        t = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x.device)
+        teacher = w.detach().flip(0) if teacher is None else teacher
+        return trl.divergences.apply(x, w, None, t, teacher, None, beta, 0.7, 0.5, None, 0.25, None)
 
 
 @pytest.fixture
@@ -231,16 +227,6 @@ def test_the_report_says_whose_heads_run(trl, model, monkeypatch):
     said = trl_head.heads()
     assert "TRL's, parameters of its _ChunkedLogProbFunction must be those of TRL 1.15" in said
     assert said.endswith("got something_new; divergences: TRL's, no function of its own was found")
-
-
-def test_without_the_module_of_divergences(trl, model, monkeypatch):
-    """TRL before 1.15, and where TRL has not been imported."""
-    monkeypatch.setitem(sys.modules, DIVERGENCES, None)  # its import raises
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        liger.apply_liger_kernel_to_llama(model=model)
-    score(trl, model, hidden(model))
-    assert not TRL_CALLS
 
 
 def test_divided_heads_are_gathered(trl, model, monkeypatch):

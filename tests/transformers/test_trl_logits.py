@@ -63,12 +63,6 @@ class Trainer:
         self.accelerator = types.SimpleNamespace(distributed_type=types.SimpleNamespace(value=kind))
 
 
-def _of_module(name: str, **its: Any) -> types.ModuleType:
-    module = types.ModuleType(name)
-    vars(module).update(its)
-    return module
-
-
 @pytest.fixture(autouse=True)
 def trl(monkeypatch) -> Any:
     """Two modules in the places of TRL's: trainers that call functions of theirs, and of a class."""
@@ -85,13 +79,14 @@ def trl(monkeypatch) -> Any:
     trainer = type("ORPOTrainer", (Trainer,), {"concatenated_forward": concatenated_forward, "__module__": orpo})
     its = {"compute_loss": compute_loss, "generalized_jsd_loss": staticmethod(generalized_jsd_loss)}
     functions = selective_log_softmax, selective_log_softmax_and_entropy
-    first = _of_module(orpo, ORPOTrainer=trainer, **{f.__name__: f for f in functions})
-    second = _of_module(GKD, GKDTrainer=type("GKDTrainer", (Trainer,), {**its, "__module__": GKD}))
     for name in [name for name in sys.modules if name.startswith("trl.")]:
         monkeypatch.delitem(sys.modules, name)
-    for module in (first, second):
+    modules = types.ModuleType(orpo), types.ModuleType(GKD)
+    vars(modules[0]).update({f.__name__: f for f in functions}, ORPOTrainer=trainer)
+    modules[1].GKDTrainer = type("GKDTrainer", (Trainer,), {**its, "__module__": GKD})
+    for module in modules:
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    yield first
+    yield modules[0]
     liger.restore()
 
 
@@ -143,10 +138,6 @@ def patched(model: nn.Module, **flags: Any) -> None:
     liger_kernel.apply(model, **none, **{"swiglu" if "Llama" in str(model) else "geglu": False}, **flags)
 
 
-def without_logits(monkeypatch: Any) -> None:
-    monkeypatch.setattr(DeferredLogits, "value", None)
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "lora"])
 def test_what_trainers_compute(trl, monkeypatch, model_type):
     """Without logits, the same; also with a softcap, and with adapters of the head."""
@@ -156,19 +147,11 @@ def test_what_trainers_compute(trl, monkeypatch, model_type):
     run = lambda: [trained(trl, model, lambda z: read(trl, z)) for read in (of_preferences, of_rewards)]  # noqa: B023
     stock = run()
     patched(model)
-    without_logits(monkeypatch)
+    monkeypatch.setattr(DeferredLogits, "value", None)
     assert_alike(run(), stock)
 
 
-HOW = [
-    {"labels": True},
-    {"labels": True, "beta": 0.0, "temperature": 0.7, "num_items_in_batch": 3},
-    {"labels": True, "beta": 1.0},
-]
-
-
 def test_distillation(trl, monkeypatch):
-    """Without the student's logits."""
     student, teacher = make("llama", vocab_size=V), make("llama", seed=5, vocab_size=V)
     ids = ids_of(student)
     labels = ids.masked_fill(ids % 3 == 0, -100)[:, 1:]
@@ -184,13 +167,15 @@ def test_distillation(trl, monkeypatch):
         found.backward()
         return found.detach(), student.lm_head.weight.grad
 
-    stock = [loss(**how) for how in HOW]
+    trained = {"labels": True}, {"labels": True, "beta": 1.0}
+    trained += ({"labels": True, "beta": 0.0, "temperature": 0.7, "num_items_in_batch": 3},)
+    stock = [loss(**how) for how in trained]
     more = {"reduction": "mean"}, {"beta": 0.3, "reduction": "none"}  # which trainers do not ask for
     others = [jsd(**how).detach() for how in more]
     patched(student, fused_linear_cross_entropy=False)
     assert_alike([jsd(**how).detach() for how in more], others)
-    without_logits(monkeypatch)
-    assert_alike([loss(**how) for how in HOW], stock)
+    monkeypatch.setattr(DeferredLogits, "value", None)
+    assert_alike([loss(**how) for how in trained], stock)
 
 
 def is_recipe(trl: Any, model: nn.Module, kind: str = "NO") -> bool:

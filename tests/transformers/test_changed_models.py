@@ -177,6 +177,18 @@ def test_a_patch_without_effect_is_said(monkeypatch):
         llama()
 
 
+def test_nothing_changes_if_everything_is_off_or_done():
+    """None is off; flags of other families are nothing; again is the same."""
+    model = llama(False)
+    stock = snapshot(model)
+    off = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"))
+    patched(model, **off, layer_norm=True)
+    assert_untouched(stock)
+    once = snapshot(patched(model, geglu=True))
+    patched(model, geglu=True)
+    assert_untouched(once)
+
+
 def test_what_others_see():
     model = llama()
     for m in filter(is_patched, model.modules()):

@@ -66,6 +66,12 @@ def test_auto_from_an_adapter(tmp_path):
     assert model.to(DEVICE).train()(**tokens()).logits is None
 
 
+def test_a_star_brings_the_functions_of_families_too():
+    names: dict = {}
+    exec("from liger_kernel.transformers import *", names)
+    assert {"LigerRMSNorm", "AutoLigerKernelForCausalLM", "apply_liger_kernel_to_llama"} <= names.keys()
+
+
 def test_auto_unknown_type_is_plain_with_one_warning():
     class NobodyConfig(transformers.PretrainedConfig):
         model_type = "nobody-knows"

@@ -37,7 +37,7 @@ _LAZY = {
 }
 
 globals().update({name: getattr(_nn, name) for name in _MODULES})
-__all__ = [*_MODULES, "is_transformers_available"]
+_names = [*_MODULES, "is_transformers_available"]
 
 
 def is_transformers_available() -> bool:
@@ -46,11 +46,13 @@ def is_transformers_available() -> bool:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
     if (path := f"{__name__}.{name}") in aliases():  # as LinkedIn's package has its modules after it is imported
         return importlib.import_module(path)
     module = _LAZY.get(name) or ("patching.apply" if name.startswith("apply_liger_kernel_to_") else None)
     if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, _names)}")
     if not is_transformers_available():
         raise ImportError(f"{name} needs transformers: pip install transformers")
     found = importlib.import_module(f"{__name__}.{module}")
@@ -60,10 +62,10 @@ def __getattr__(name: str) -> Any:
 
 
 if is_transformers_available():
-    __all__ += _LAZY
+    _names += _LAZY
 
 
 def __dir__() -> list[str]:
     if not is_transformers_available():
-        return __all__
-    return [*__all__, *(f.__name__ for f in __getattr__("MODEL_TYPE_TO_APPLY_LIGER_FN").values())]
+        return _names
+    return [*_names, *(f.__name__ for f in __getattr__("MODEL_TYPE_TO_APPLY_LIGER_FN").values())]

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -120,6 +121,15 @@ def free_port() -> int:
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that one has started, the first at first."""
+    parents = {
+        int(path.parent.name): int(path.read_text().rpartition(")")[2].split()[1])
+        for path in Path("/proc").glob("[0-9]*/stat")
+    }
+    return sorted(process for process, parent in parents.items() if parent == pid)
 
 
 def until(condition: Callable[[], object], seconds: float = 120) -> None:

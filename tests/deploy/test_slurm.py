@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from processes import children_of, until
 from quick import further
+from small_runs import write_jsonl
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "slurm.sbatch"
@@ -41,14 +41,8 @@ def slurm(tmp_path, user_env):
             path.write_text(text if text.startswith("#!") else f"#!/bin/sh\n{text}\n")
             path.chmod(0o755)
         env = user_env | JOB | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        return subprocess.Popen(
-            ["bash", str(SCRIPT), *argv],
-            cwd=tmp_path,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        said = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(["bash", str(SCRIPT), *argv], cwd=tmp_path, env=env, **said)
 
     return started
 
@@ -74,20 +68,15 @@ def test_what_has_saved_goes_back_to_the_queue(ends, code, state, again, slurm, 
 
 @pytest.mark.parametrize("nodes", further(2))
 def test_a_job_that_is_told_to_stop_continues_from_its_queue(nodes, slurm, tmp_path):
-    (tmp_path / "text.jsonl").write_text(
-        "".join(json.dumps({"text": f"{i} and {i + 1}. " * 40}) + "\n" for i in range(200))
-    )
+    write_jsonl(tmp_path / "text.jsonl", ({"text": f"{i} and {i + 1}. " * 40} for i in range(200)))
     sizes = "--length 32 --batch 2 --hidden 32 --layers 1 --heads 2 --vocab 300 --steps 200 --device cpu --log-every 1"
     sizes += " --timeout 60 --checkpoint-every 100"
     argv = f"{sizes} --nproc 1 --parallel ddp --eval-fraction 0 --data text.jsonl --out run".split()
     lines = tmp_path / "run" / "metrics.jsonl"
     first = slurm(*argv, srun=SRUN_ON_TWO, liger=LIGER)
-    end = time.monotonic() + 240
-    while not (lines.exists() and len(lines.read_text().splitlines()) > 5):
-        assert first.poll() is None and time.monotonic() < end, first.communicate()[0]
-        time.sleep(0.1)
-    srun = subprocess.run(["pgrep", "-P", str(first.pid), "-f", "srun"], capture_output=True, text=True, check=True)
-    for pid in (first.pid, int(srun.stdout)):
+    until(lambda: first.poll() is not None or (lines.exists() and len(lines.read_text().splitlines()) > 5), 240)
+    assert first.poll() is None, first.communicate()[0]
+    for pid in (first.pid, *children_of(first.pid)):
         os.kill(pid, signal.SIGTERM)
     output = first.communicate(timeout=240)[0]
     assert first.returncode == 75 and (tmp_path / "calls").read_text() == "requeue 12345\n", output

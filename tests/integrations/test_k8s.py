@@ -14,18 +14,18 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 import urllib.request
 import zipfile
 from pathlib import Path
 
 import pytest
-from processes import free_port
+from processes import free_port, until
 
 pytest.importorskip("kubernetes_validate", reason="tests/integrations/environments.py k8s")
 
 import yaml
 from hostile_jobs import FIELDS, hostile
+from small_runs import write_jsonl
 from strict import errors
 
 from liger_kernel.deploy.job import Job
@@ -139,7 +139,6 @@ OF_EACH_KIND = [smoke("pytorchjob"), "trainjob", "jobset"]
 
 
 def same(text, wanted):
-    """The same objects, in any order."""
     key = lambda o: (o["kind"], o["metadata"]["name"])
     found = sorted((o for o in yaml.safe_load_all(text) if o), key=key)
     assert found == sorted(json.loads(json.dumps(wanted)), key=key)
@@ -301,10 +300,9 @@ def test_hostile_values_stay_text_in_a_chart(name, helm, tmp_path):
 @pytest.mark.parametrize("ranks", [smoke(1), 2])
 def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(ranks, user_env, tmp_path):
     """Its ranks, their metrics, SIGTERM, and a pod after it that goes on."""
-    text = tmp_path / "shared" / "text.jsonl"
-    text.parent.mkdir()
+    (tmp_path / "shared").mkdir()
     docs = sorted((ROOT / "docs").rglob("*.md"))
-    text.write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in docs))
+    write_jsonl(tmp_path / "shared" / "text.jsonl", ({"text": path.read_text()} for path in docs))
     sizes = dict(length=32, batch=2, hidden=32, layers=1, heads=2, vocab=400, lr=1e-3, steps=200, device="cpu")
     sizes |= dict(eval_fraction=0, log_every=1, checkpoint_every=500)
     train = TrainConfig(**sizes, data="/shared/text.jsonl", nproc=ranks, parallel="ddp", out="run")
@@ -322,10 +320,7 @@ def test_what_a_pod_runs_trains_answers_probes_and_saves_when_it_is_stopped(rank
     argv = [sys.executable, "-m", "liger_kernel.cli", *args]
     pod = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = tmp_path / "shared" / "run" / "metrics.jsonl"
-    end = time.monotonic() + 120
-    while pod.poll() is None and not (lines.exists() and len(lines.read_text().splitlines()) > 5):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: pod.poll() is not None or (lines.exists() and len(lines.read_text().splitlines()) > 5))
     get = lambda rank, path: urllib.request.urlopen(f"http://127.0.0.1:{free + rank}{path}", timeout=10)
     assert pod.poll() is None, pod.communicate()[0]
     probe = container["livenessProbe"]["httpGet"]

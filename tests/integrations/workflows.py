@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
+
+from processes import children_of, until
+from small_runs import write_jsonl
 
 STEPS = 200  # seconds, of which the rank that is killed sees the first
 TRAIN = dict(length=64, batch=2, hidden=32, layers=1, heads=2, vocab=400, nproc=2, parallel="ddp", steps=STEPS)
@@ -17,10 +19,9 @@ TRAIN |= dict(max_restarts=2, timeout=120)
 
 def job_file(folder: Path, **changes) -> Path:
     """A job that two processes of this machine can do, on text from this repository."""
-    text = folder / "text.jsonl"
     docs = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
-    text.write_text("".join(json.dumps({"text": path.read_text()}) + "\n" for path in docs))
-    train = TRAIN | {"data": str(text), "store": (folder / "store").as_uri()} | changes.pop("train", {})
+    text = write_jsonl(folder / "text.jsonl", ({"text": path.read_text()} for path in docs))
+    train = TRAIN | {"data": text, "store": (folder / "store").as_uri()} | changes.pop("train", {})
     path = folder / "job.json"
     job = {"name": "tiny", "image": "registry.test/liger:1", "nodes": 1, "gpus": 0, "cpu": "2", "memory": "4Gi"}
     path.write_text(json.dumps({**job, **changes, "train": train}))
@@ -58,20 +59,10 @@ def environment(folder: Path, job: Path) -> dict[str, str]:
 
 
 def kill_a_rank(process, store: Path) -> None:
-    """SIGKILL to the last rank that ``process`` has started, once the first checkpoint is in the
-    store."""
-    end = time.monotonic() + 180
-    while process.poll() is None and not (store / "checkpoints" / "latest").is_file():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    """SIGKILL to the last rank that ``process`` has started, once a checkpoint is in the store."""
+    until(lambda: process.poll() is not None or (store / "checkpoints" / "latest").is_file(), 180)
     assert process.poll() is None
-    parent_of = lambda stat: int(stat.read_text().rpartition(")")[2].split()[1])
-    parents = {int(stat.parent.name): parent_of(stat) for stat in Path("/proc").glob("[0-9]*/stat")}
-
-    def below(pid: int) -> list[int]:
-        children = [child for child, parent in parents.items() if parent == pid]
-        return children + [one for child in children for one in below(child)]
-
+    below = lambda pid: [one for child in children_of(pid) for one in (child, *below(child))]
     # a rank is a command of ours, or a function that multiprocessing runs
     marks = b"liger_kernel.cli", b"spawn_main"
     is_rank = lambda pid: any(mark in Path(f"/proc/{pid}/cmdline").read_bytes() for mark in marks)

@@ -125,6 +125,16 @@ def test_a_step_in_the_backward_has_the_bits_of_the_one_after_it(name):
     assert state["state"].keys() == same["state"].keys() and state["param_groups"] == same["param_groups"]
 
 
+def test_gradients_are_dropped_while_it_is_off():
+    model = Tied()
+    before = [p.clone() for p in model.parameters()]
+    stepping = adamw.InBackward(adamw.make("adamw", [p for p in model.parameters() if p.requires_grad], lr=LR))
+    stepping.on = False
+    model(torch.arange(40)).backward()
+    assert all(p.grad is None for p in model.parameters()) and all(map(torch.equal, model.parameters(), before))
+    assert stepping.norm() == 0
+
+
 @pytest.fixture
 def config(tmp_path):
     pytest.importorskip("transformers")

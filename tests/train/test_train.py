@@ -22,6 +22,7 @@ import types
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import NoneType
 from unittest import mock
 
 import numpy as np
@@ -57,6 +58,7 @@ from liger_kernel.train import (
 )
 from liger_kernel.train.config import TrainConfig, UserError, from_flags, read_flags
 from liger_kernel.train.data import load
+from liger_kernel.train.files import COUNT, NUMBER, fits
 from liger_kernel.train.loop import evaluate
 from liger_kernel.train.measure import PeakMemory
 from liger_kernel.train.model import attend, build, device_and_precision, flags_for
@@ -212,6 +214,18 @@ def test_a_model_or_tokenizer_whose_file_never_ends_is_not_read(name, tmp_path):
         refused(f"{name} is no regular file, but a pipe", read)
     (tmp_path / name).unlink()
     refused("cannot load the tokenizer", tokenising.loaded, tmp_path)
+
+
+def test_forms_of_values_in_files():
+    part, line = checkpoint.PART, {"step": 1, "loss": None, "grad_norm": 1, "lr": 0.5, "more": "x"}
+    for form, right, wrong in (
+        (COUNT, [3], [-1, 10**30, True, "3"]),
+        ((NoneType, bool), [None], [0]),
+        (NUMBER, [math.nan], [10**400]),
+        (part, [[1, [0, 0, 0], True, "x"]], [[1, [0, 0], True, "x"], [1, [0, 0, 0], 1, "x"], [1]]),
+        (metrics.LINE, [line], [{"step": 0}, {"loss": 1.0}, []]),
+    ):
+        assert all(fits(value, form) for value in right) and not any(fits(value, form) for value in wrong), form
 
 
 # of the last two, the files are shorter than it says: the disk has lost what was written to them
@@ -540,6 +554,26 @@ def test_learning_rate():
     assert [loop.learning_rate(wsd, step) for step in (1, 2, 14, 15, 19)] == [1.0, 1.0, 1.0, pytest.approx(0.8), 0.0]
     assert TrainConfig().peak_lr == 1e-3 and TrainConfig(model="x").peak_lr == 2e-5
     assert TrainConfig(model="x", lora=8).peak_lr == TrainConfig(lora=8, quantize="nf4").peak_lr == 2e-4
+
+
+@pytest.mark.parametrize("records", ["text", "chats"])
+def test_kernels_change_no_loss(records, config, tmp_path):
+    if records == "chats":
+        config = replace(config, data=write_jsonl(tmp_path / "chats.jsonl", CHATS * 4), length=128, vocab=257)
+    stock, ours = (loop.train(replace(config, kernels=kernels)) for kernels in ("off", "on"))
+    # two implementations, unless nothing was patched
+    assert stock["gradient_norms"] != ours["gradient_norms"] or torch.cuda.is_available()
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert ours["gradient_norms"] == pytest.approx(stock["gradient_norms"], rel=1e-3)
+
+
+def test_accumulation_equals_one_large_batch(config, tmp_path):
+    """Although parts have different numbers of labels: a token weighs the same wherever it is."""
+    chats = write_jsonl(tmp_path / "chats.jsonl", CHATS * 4)
+    config = replace(config, data=chats, length=128, vocab=257, batch=4, accumulate=1)
+    whole, parts = loop.train(config), loop.train(replace(config, batch=1, accumulate=4))
+    assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert parts["gradient_norms"] == pytest.approx(whole["gradient_norms"], rel=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora": 4}], ids=["patched", "adapters"])

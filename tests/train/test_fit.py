@@ -42,10 +42,12 @@ OUTSIDE = NOT_ESTIMATED | {
 }
 EARLIER = {("2026-11-22-h200-steps.csv", "ours:off"), ("2026-11-22-h200-2gpus-batches.csv", "ours")}
 ROWS = [row for result in pages.results("peak_allocated_gb") for row in result["rows"] if not row.get("failed")]
+ROWS.sort(key=lambda row: row["source"].removesuffix(".csv"))  # the oldest first
 REASONS = [next((why for why, outside in OUTSIDE.items() if outside(row)), None) for row in ROWS]
-ALL = list(dict.fromkeys(measured(row) for row, why in zip(ROWS, REASONS) if why is None))
+STEPS = [measured(row) for row, why in zip(ROWS, REASONS) if why is None]
+ALL = list(dict.fromkeys(STEPS))
 # the latest measurement of each step
-LATEST = list({replace(step, gb=0.0): step for step in ALL}.values())
+LATEST = list({replace(step, gb=0.0): step for step in STEPS}.values())
 
 
 def traits(step: Measured) -> set:

@@ -293,11 +293,34 @@ def test_waits_for_nothing(kind):
     assert not {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select"} & set(seen.names)
 
 
+@pytest.mark.parametrize("kind, level", PAIRS)
+def test_few_kernels_a_chunk(kind, level):
+    """With divergence and metrics; each takes some microseconds, and a chunk some milliseconds."""
+    args = batch()
+    logp = torch.randn(B, T, device=DEVICE, requires_grad=True)
+    names, mask = ("advantages", "ref_per_token_logps", "old_per_token_logps"), args["attention_mask"].float()
+    options = dict(n=3, tokens=mask.sum(), loss_type=kind, importance_sampling_level=level)
+    options |= {k: args[k] for k in names}
+    with Watch() as seen:
+        loss, _ = LigerFusedLinearGRPOFunction.ppo_loss_fn(logp, mask, full_attention_mask=mask, **options)
+        torch.autograd.grad(loss, logp)
+    views = ("view", "_unsafe_view", "slice", "detach", "alias", "expand", "unsqueeze", "empty", "_to_copy")
+    assert len([name for name in seen.names if name not in views]) <= 60
+
+
 @pytest.mark.parametrize("case", ["grpo-sequence", *further("entropy", "vespo-ratio-token", "reference-model")])
 def test_compiles_whole(case):
     args, loss = inputs(CASES[case]), module(CASES[case])
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(named(compiled(**args), args), named(loss(**args), args))
+
+
+def test_given_logits_compile():
+    args, logits = given_logits()
+    fn = lambda z: of_logits(args, z, reduce=True)
+    eager, compiled = fn(logits), torch.compile(fn, fullgraph=True, backend="aot_eager")(logits)
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(torch.autograd.grad(compiled[0], logits), torch.autograd.grad(eager[0], logits))
 
 
 def test_tokens_of_all_ranks(monkeypatch):

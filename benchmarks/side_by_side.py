@@ -115,7 +115,7 @@ def one_step(child: Any, training: Any, batch: int) -> dict[str, Any]:
     short = training.spec | {"seq": min(seq, 4096)}
     training.step([next(child.batches(short, 1, training.share, training.device))])
     data = [next(child.batches(training.spec, batch, training.share, training.device))]
-    memory = child.PeakMemory(training.device)
+    memory = child.measures.PeakMemory(training.device)
     child.synchronize()
     begun = time.perf_counter()
     training.step(data)

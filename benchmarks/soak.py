@@ -32,10 +32,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-PREEMPTED, TERMINATED = (
-    75,
-    143,
-)  # told to stop, and everything is saved; or, while Python was loading, what the newest checkpoint has
+# told to stop: everything is saved, or, while Python was loading, what the newest checkpoint has
+PREEMPTED, TERMINATED = 75, 143
 TURN = 30  # seconds
 BETWEEN = 300  # seconds from one report to the next
 

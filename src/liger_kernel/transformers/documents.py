@@ -172,19 +172,20 @@ def warn_if_joined(model: nn.Module, given: Mapping[str, Any]) -> None:
         return
     numbered = given.get("seq_idx") is not None
     tokens = tokens_of(given)
+    found = None
     # of bounds, the host knows how many there are: more than rows?
     if not isinstance(bounds, Tensor) or tokens is None or len(bounds) - 1 <= len(tokens):
         if type(positions) is not Tensor or positions.is_meta or positions.shape[-1] < 2 or is_recorded(positions):
             return
         # on a CPU, a look costs less than the tiny model
-        if looks == 0 and _waits(positions) and joining(model, numbered) is None:
+        if looks == 0 and _waits(positions) and (found := joining(model, numbered)) is None:
             _looks[model] = None
             return
         _looks[model] = looks + 1
         if looks & (looks + 1) or not _packed(positions, given.get("attention_mask")):
             return
     _looks[model] = None
-    found = joining(model, numbered)
+    found = joining(model, numbered) if found is None else found
     if found is not None and not (found.attention and getattr(given.get("attention_mask"), "ndim", 2) > 2):
         advice = "this batch has several documents in a row: give each a row of its own"
         warnings.warn(f"{unsharded_class(model).__name__}: {found}, and {advice}", stacklevel=3)
